@@ -1,0 +1,1 @@
+"""Where the prefixes are: keys and the index of who holds them."""

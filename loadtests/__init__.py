@@ -1,0 +1,1 @@
+"""Mock engines, workloads and demonstrations."""

@@ -1,0 +1,1 @@
+"""Who gets the request: pure functions over a snapshot of the fleet."""

@@ -1,0 +1,28 @@
+"""The contract every policy, built in or third party, fulfils."""
+
+from typing import Any, ClassVar, Protocol
+
+from kvroute.types import Decision, Fleet, Rejection, RequestView
+
+
+class Policy(Protocol):
+    """Chooses a worker for one request.
+
+    A class registered in the entry-point group `kvroute.policies`. `Options` is a frozen dataclass whose
+    fields are the policy's options and their defaults; the class is called with one instance of it.
+
+    `decide` is synchronous and quick, never awaits, reads no socket and no wall clock (`fleet.now_s` is
+    the time), and only reads what it is given: `fleet.loads` are live objects that belong to the gateway.
+    It may keep state of its own (a counter, a seeded random source); it is called from one thread.
+    `fleet.workers` is never empty and holds only workers that may take the request; the answer must name
+    one of them.
+
+    A raised exception or an overrun of the gateway's time budget is counted, and the request goes to the
+    least loaded worker instead.
+    """
+
+    Options: ClassVar[type[Any]]
+    needs_prefix: ClassVar[bool]
+    """True to have `fleet.matches` and `fleet.held_blocks` filled in."""
+
+    def decide(self, request: RequestView, fleet: Fleet) -> Decision | Rejection: ...

@@ -1,0 +1,1 @@
+"""The HTTP gateway: bytes in, bytes out."""
