@@ -28,7 +28,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, so that nothing an earlier build left in the tree can help; the wheel from the sdist."""
+    """Built from a copy, so that nothing left in the tree can help; the wheel comes from the sdist."""
     source = tmp_path_factory.mktemp("source") / "kvroute"
     shutil.copytree(ROOT, source, symlinks=True, ignore=NOT_SOURCE)
     out = tmp_path_factory.mktemp("dist")
@@ -47,7 +47,9 @@ def modules() -> set[str]:
     src = ROOT / "src"
     found = {p.relative_to(src).as_posix() for p in (src / "kvroute").glob("*.py")}
     for name in LINKED:
-        found |= {f"kvroute/{name}/{p.relative_to(ROOT / name).as_posix()}" for p in (ROOT / name).rglob("*.py")}
+        found |= {
+            f"kvroute/{name}/{p.relative_to(ROOT / name).as_posix()}" for p in (ROOT / name).rglob("*.py")
+        }
     return found
 
 
