@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil
 from typing import ClassVar
 
 from xxhash import xxh3_64_intdigest
@@ -55,16 +56,12 @@ class Session:
         weights = [xxh3_64_intdigest(name, _url_seed(worker.url)) for worker in fleet.workers]
         home = weights.index(max(weights))
         if self._ratio:
-            # One above the even share, rounded up: at least one worker is always below it.
             loads = fleet.loads
-            share = self._ratio * (sum(load.requests for load in loads) + 1) / len(loads)
-            if loads[home].requests + 1 > max(share, 1.0) + 1e-9:
-                return self._next_home(fleet, weights, share)
+            share = (sum(load.requests for load in loads) + 1) / len(loads)
+            # Rounded up, and with this request counted in: some worker is always below it.
+            ceiling = ceil(self._ratio * share)
+            if loads[home].requests >= ceiling:
+                ranked = sorted(range(len(weights)), key=weights.__getitem__, reverse=True)
+                home = next(index for index in ranked if loads[index].requests < ceiling)
+                return Decision.whole(fleet.workers[home], "overloaded")
         return Decision.whole(fleet.workers[home], "session")
-
-    def _next_home(self, fleet: Fleet, weights: list[int], share: float) -> Decision:
-        for index in sorted(range(len(weights)), key=weights.__getitem__, reverse=True):
-            if fleet.loads[index].requests < share:
-                return Decision.whole(fleet.workers[index], "overloaded")
-        self._turn += 1
-        return Decision.whole(fleet.workers[least_loaded_index(fleet, self._turn)], "overloaded")

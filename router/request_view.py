@@ -23,10 +23,17 @@ NO_KEYS = ("route", "content_type", "empty", "shape", "short")
 shape an engine takes; shorter than one chunk. A fixed set, fit for a metric label."""
 
 SESSION_HEADERS = (b"x-session-id", b"x-kvroute-session")
-SESSION_FIELDS = ("session_id", "prompt_cache_key", "metadata.session_id", "metadata.user_id", "user")
+SESSION_FIELDS = (
+    ("session_id", None),
+    ("prompt_cache_key", None),
+    ("metadata", "session_id"),
+    ("metadata", "user_id"),
+    ("user", None),
+)
 """Where a session id is looked for, headers first; the first non-empty string (or integer) is taken. `user`
 is last: it is the coarsest, and one user may hold many conversations."""
 
+_NAMESPACE_FIELDS = (("lora_path", "adapter"), ("cache_salt", "cache_salt"), ("extra_key", "extra_key"))
 _TRUTHY = frozenset({"true", "1", "yes", "on", "t", "y"})
 
 
@@ -96,10 +103,8 @@ def parse_request(path: bytes | str, headers: Iterable[tuple[bytes, bytes]], bod
 def _parse_other(session_id: str | None, body: bytes) -> ParsedRequest:
     """A JSON route the table does not know: its model and stream flag if they are there, never a refusal."""
     try:
-        fields = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        fields = None
-    if not isinstance(fields, dict):
+        fields = _load(body)
+    except MalformedBody:
         return ParsedRequest(RequestView(session_id=session_id), no_keys="route")
     model = fields.get("model")
     view = RequestView(
@@ -172,28 +177,19 @@ def _namespace(model: str | None, fields: Mapping[str, Any], prompt: Prompt) -> 
     namespace = {"domain": prompt.domain}
     if model is not None:
         namespace["model"] = model
-    for part, names in (
-        ("adapter", ("lora_path", "lora_name")),
-        ("cache_salt", ("cache_salt",)),
-        ("extra_key", ("extra_key",)),
-    ):
-        for name in names:
-            value = fields.get(name)
-            if value:
-                # SGLang takes a list of adapters, one per prompt of a batch.
-                value = (
-                    "\0".join(v for v in value if isinstance(v, str)) if isinstance(value, list) else value
-                )
-                if isinstance(value, str):
-                    namespace[part] = value
+    for name, part in _NAMESPACE_FIELDS:
+        if value := fields.get(name):
+            if isinstance(value, list):  # SGLang takes a list of adapters, one per prompt of a batch
+                value = "\0".join(each for each in value if isinstance(each, str))
+            if isinstance(value, str):
+                namespace[part] = value
     return namespace
 
 
 def _session_id(fields: Mapping[str, Any]) -> str | None:
-    for name in SESSION_FIELDS:
-        outer, _, inner = name.partition(".")
+    for outer, inner in SESSION_FIELDS:
         value = fields.get(outer)
-        if inner:
+        if value and inner is not None:
             value = value.get(inner) if isinstance(value, dict) else None
         if value and isinstance(value, (str, int)) and value is not True:
             return str(value)
