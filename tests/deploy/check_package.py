@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from .image import stages
+
 ROOT = Path(__file__).parents[2]
 LINKED = ("conductor", "loadtests", "policies", "router")
 NOT_SOURCE = shutil.ignore_patterns(".*", "build", "dist", "run", "*.egg-info", "__pycache__")
@@ -79,3 +81,26 @@ def test_wheel_runs_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
     run(bin_ / "python", "-I", "-c", imported, cwd=tmp_path)
     assert wheel.name.split("-")[1] in run(bin_ / "kvroute", "version", cwd=tmp_path)
     assert "prefix_affinity" in run(bin_ / "kvroute", "config", cwd=tmp_path)
+
+
+def test_build_stage_of_the_image(tmp_path: Path) -> None:
+    """Its steps in their order, with what it copies and nothing else, in folders of this test."""
+    build = stages()[0]
+    folders = {
+        name: tmp_path / name.strip("/").replace("/", "-") for name in ("/src", "/wheels", "/opt/kvroute")
+    }
+    source = folders["/src"]
+    source.mkdir()
+    for name in build.copied_from_context():
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=NOT_SOURCE)
+        else:
+            shutil.copy(ROOT / name, source / name)
+    for step in build.all("RUN"):
+        command = step.replace("python -m", f"{sys.executable} -m")
+        for name, folder in folders.items():
+            command = command.replace(name, str(folder))
+        run("sh", "-ec", command, cwd=source)
+    environment = folders["/opt/kvroute"]
+    assert not (environment / "bin" / "pip").exists()
+    assert "prefix_affinity" in run(environment / "bin" / "kvroute", "config", cwd=tmp_path)
