@@ -2,7 +2,7 @@
 
 The gateway refuses only what it cannot route on: a body that is not JSON, not an object, or names its
 model by something other than a string, on the generation routes. Anything else passes and the engine
-judges it. A prompt that gives no keys says why, by one of `NO_KEYS`.
+judges it, an empty body and one of another content type included. A prompt that gives no keys says why, by one of `NO_KEYS`.
 """
 
 from __future__ import annotations
@@ -78,10 +78,9 @@ def parse_request(path: bytes | str, headers: Iterable[tuple[bytes, bytes]], bod
         path = path.decode("latin-1")
     route = ROUTES.get(path.partition("?")[0])
     is_json, session_id = _read_headers(headers)
-    if is_json is False or (route is None and not (is_json and body)):
-        return ParsedRequest(
-            RequestView(session_id=session_id), no_keys="route" if route is None else "content_type"
-        )
+    no_keys = "route" if route is None else "empty" if not body else None
+    if is_json is False or not body or (route is None and not is_json):
+        return ParsedRequest(RequestView(session_id=session_id), no_keys=no_keys or "content_type")
     if route is None:
         return _parse_other(session_id, body)
     fields = _load(body)
@@ -133,8 +132,6 @@ def _read_headers(headers: Iterable[tuple[bytes, bytes]]) -> tuple[bool | None, 
 
 
 def _load(body: bytes) -> dict[str, Any]:
-    if not body:
-        raise MalformedBody("the body is empty; a JSON object is expected")
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:

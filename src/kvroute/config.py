@@ -6,11 +6,25 @@ Validated once, frozen, and printed resolved by `kvroute config`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
 
 from kvroute.types import EngineKind, Role
 
@@ -33,8 +47,10 @@ class WorkerConfig(Group):
 
     url: str
     role: Role = Role.BOTH
-    engine: EngineKind | None = Field(None, description="discovered when not given")
-    api_key: SecretStr | None = Field(None, description="sent to this worker in place of the client's key")
+    engine: EngineKind | None = Field(default=None, description="discovered when not given")
+    api_key: SecretStr | None = Field(
+        default=None, description="sent to this worker in place of the client's key"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -65,14 +81,22 @@ class Timeouts(Group):
     """Per phase of one upstream attempt, and for the client's side of the connection."""
 
     connect_s: Seconds = 5.0
-    first_byte_s: Seconds = Field(600.0, description="request sent to first body byte; covers queue and prefill")
-    idle_s: Seconds = Field(300.0, description="longest silence between two body reads")
-    total_s: Seconds = Field(3600.0, description="whole request, retries included")
-    request_s: Seconds = Field(60.0, description="a client's request head and body must arrive within it")
-    client_idle_s: Seconds = Field(75.0, description="a client's connection without a request is closed after it")
-    client_stall_s: Seconds = Field(300.0, description="a client that reads nothing for so long is cut")
+    first_byte_s: Seconds = Field(
+        default=600.0, description="request sent to first body byte; covers queue and prefill"
+    )
+    idle_s: Seconds = Field(default=300.0, description="longest silence between two body reads")
+    total_s: Seconds = Field(default=3600.0, description="whole request, retries included")
+    request_s: Seconds = Field(
+        default=60.0, description="a client's request head and body must arrive within it"
+    )
+    client_idle_s: Seconds = Field(
+        default=75.0, description="a client's connection without a request is closed after it"
+    )
+    client_stall_s: Seconds = Field(
+        default=300.0, description="a client that reads nothing for so long is cut"
+    )
     upstream_keep_alive_s: Seconds = Field(
-        4.0, description="pooled connections are reused no later; below the engines' own 5 s"
+        default=4.0, description="pooled connections are reused no later; below the engines' own 5 s"
     )
 
 
@@ -81,19 +105,23 @@ class Limits(Group):
 
     body_bytes: Count = 64 * 2**20
     header_bytes: Count = 64 * 2**10
-    buffered_bytes: Count = Field(2**30, description="request bodies held at once, over all connections")
-    connections: Count = Field(16_384, description="client connections; more are closed with 503")
-    requests: Count = Field(8_192, description="requests in flight; more are answered 429")
-    requests_per_worker: Count = Field(1_024, description="upstream connections in use per worker")
+    buffered_bytes: Count = Field(
+        default=2**30, description="request bodies held at once, over all connections"
+    )
+    connections: Count = Field(default=16_384, description="client connections; more are closed with 503")
+    requests: Count = Field(default=8_192, description="requests in flight; more are answered 429")
+    requests_per_worker: Count = Field(default=1_024, description="upstream connections in use per worker")
 
 
 class Retry(Group):
     """Attempts on other workers before the first relayed byte; never after it."""
 
-    attempts: Count = Field(3, description="first one included")
+    attempts: Count = Field(default=3, description="first one included")
     statuses: tuple[int, ...] = (429, 500, 502, 503)
-    budget_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.2, description="retries per request, long run")
-    budget_burst: Annotated[int, Field(ge=0)] = Field(20, description="retries saved up at most")
+    budget_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.2, description="retries per request, long run"
+    )
+    budget_burst: Annotated[int, Field(ge=0)] = Field(default=20, description="retries saved up at most")
 
 
 class Health(Group):
@@ -101,13 +129,19 @@ class Health(Group):
 
     interval_s: Seconds = 1.0
     timeout_s: Seconds = 5.0
-    unhealthy_after: Count = Field(3, description="failed probes in a row")
-    healthy_after: Count = Field(1, description="good probes in a row")
+    unhealthy_after: Count = Field(default=3, description="failed probes in a row")
+    healthy_after: Count = Field(default=1, description="good probes in a row")
     path: str = "/health"
-    metrics_interval_s: Seconds = Field(2.0, description="poll of /metrics; backs off when the engine is slow")
-    models_interval_s: Seconds = Field(2.0, description="poll of /v1/models, for adapters loaded later")
-    stale_after_s: Seconds = Field(10.0, description="an older metrics sample is unknown")
-    slow_start_s: Annotated[float, Field(ge=0)] = Field(10.0, description="ramp of a worker that joins; 0 is off")
+    metrics_interval_s: Seconds = Field(
+        default=2.0, description="poll of /metrics; backs off when the engine is slow"
+    )
+    models_interval_s: Seconds = Field(
+        default=2.0, description="poll of /v1/models, for adapters loaded later"
+    )
+    stale_after_s: Seconds = Field(default=10.0, description="an older metrics sample is unknown")
+    slow_start_s: Annotated[float, Field(ge=0)] = Field(
+        default=10.0, description="ramp of a worker that joins; 0 is off"
+    )
 
 
 class Breaker(Group):
@@ -121,8 +155,10 @@ class Admin(Group):
     """Where workers are listed, added, drained and removed."""
 
     host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = Field(8081, description="0 takes a free one")
-    token: SecretStr | None = Field(None, description="required as a Bearer token when host is not a loopback address")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(default=8081, description="0 takes a free one")
+    token: SecretStr | None = Field(
+        default=None, description="required as a Bearer token when host is not a loopback address"
+    )
     enabled: bool = True
 
     @model_validator(mode="after")
@@ -147,21 +183,32 @@ class Shutdown(Group):
 
 
 class Config(BaseSettings):
-    """The whole of it; every field can stand in the file, in `KVROUTE_<FIELD>` or `KVROUTE_<GROUP>__<FIELD>`."""
+    """Every field can stand in the file, in `KVROUTE_<FIELD>` or in `KVROUTE_<GROUP>__<FIELD>`."""
 
     model_config = SettingsConfigDict(
-        env_prefix="KVROUTE_", env_nested_delimiter="__", frozen=True, extra="forbid", nested_model_default_partial_update=True
+        env_prefix="KVROUTE_",
+        env_nested_delimiter="__",
+        frozen=True,
+        extra="forbid",
+        hide_input_in_errors=True,
     )
 
     host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = Field(8080, description="0 takes a free one")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(default=8080, description="0 takes a free one")
     workers: tuple[WorkerConfig, ...] = ()
     policy: PolicyConfig = PolicyConfig(name="prefix_affinity")
     shadow_policy: PolicyConfig | None = None
-    policy_budget_ms: Seconds = Field(5.0, description="a slower decision counts as an overrun")
-    api_key: SecretStr | None = Field(None, description="clients must send it as a Bearer token; it is not forwarded")
-    decision_headers: bool = Field(True, description="x-kvroute-worker and x-kvroute-decision on responses")
-    log_level: Annotated[str, Field(pattern="^(debug|info|warning|error)$")] = "info"
+    policy_budget_ms: Seconds = Field(default=5.0, description="a slower decision counts as an overrun")
+    api_key: SecretStr | None = Field(
+        default=None, description="clients must send it as a Bearer token; it is not forwarded"
+    )
+    upstream_ca_file: Path | None = Field(
+        default=None, description="CA bundle for https workers; default the system's"
+    )
+    decision_headers: bool = Field(
+        default=True, description="x-kvroute-worker and x-kvroute-decision on responses"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
     retry: Retry = Retry()
@@ -170,3 +217,65 @@ class Config(BaseSettings):
     admin: Admin = Admin()
     prefix_index: PrefixIndex = PrefixIndex()
     shutdown: Shutdown = Shutdown()
+
+    @field_validator("workers")
+    @classmethod
+    def _no_duplicates(cls, workers: tuple[WorkerConfig, ...]) -> tuple[WorkerConfig, ...]:
+        urls = [worker.url for worker in workers]
+        twice = sorted({url for url in urls if urls.count(url) > 1})
+        if twice:
+            raise ValueError(f"listed more than once: {', '.join(twice)}")
+        return workers
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, _FileSource(settings_cls)
+
+
+class _FileSource(InitSettingsSource):
+    """Values of the YAML file that `load` is reading; the weakest source."""
+
+    values: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, settings_cls: type[BaseSettings]) -> None:
+        super().__init__(settings_cls, init_kwargs=self.values)
+
+
+def load(path: Path | None, flags: dict[str, Any]) -> Config:
+    """Read, merge and validate; raises ConfigError. `flags` holds only what was given on the command line."""
+    _FileSource.values = {} if path is None else _read_yaml(path)
+    try:
+        return Config(**flags)
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, e['loc'])) or 'configuration'}: {e['msg']}" for e in error.errors()]
+        raise ConfigError("; ".join(faults)) from None
+    except SettingsError as error:
+        raise ConfigError(f"environment: {error}") from None
+    finally:
+        _FileSource.values = {}
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f"{path}: a mapping of field names is expected at the top")
+    return values
+
+
+def show(config: Config) -> str:
+    """The resolved configuration as YAML; secrets are masked."""
+    return str(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))

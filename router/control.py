@@ -1,0 +1,167 @@
+"""The FastAPI app: probes, metrics, the merged model list, and the admin routes for workers."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Header, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import SecretStr
+
+from kvroute import __version__
+from kvroute.config import WorkerConfig
+from kvroute.router.errors import Failure, GatewayError
+from kvroute.router.metrics import Metrics
+from kvroute.router.workers import DuplicateWorker, Member, Registry, State
+
+PUBLIC_PATHS = frozenset({b"/livez", b"/readyz", b"/metrics", b"/v1/models"})
+"""What the gateway's own port answers itself; every other path belongs to the workers."""
+
+
+def make_app(
+    registry: Registry, metrics: Metrics, *, draining: Callable[[], bool], admin_token: SecretStr | None
+) -> FastAPI:
+    """`draining` is true from the first moment of a shutdown."""
+    app = FastAPI(
+        title="kvroute", version=__version__, openapi_url="/admin/openapi.json", docs_url=None, redoc_url=None
+    )
+    app.include_router(_public_routes(registry, metrics, draining))
+    app.include_router(_admin_routes(registry, admin_token))
+    app.add_exception_handler(GatewayError, _gateway_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    return app
+
+
+def _public_routes(registry: Registry, metrics: Metrics, draining: Callable[[], bool]) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.get("/livez")
+    async def livez() -> dict[str, str]:
+        """The process answers."""
+        return {"status": "alive"}
+
+    @routes.get("/readyz")
+    async def readyz() -> JSONResponse:
+        """200 while at least one worker is usable and no shutdown has begun."""
+        states = _count_states(registry)
+        if draining():
+            return JSONResponse({"status": "draining", "workers": states}, 503)
+        ready = registry.usable
+        return JSONResponse(
+            {"status": "ready" if ready else "no usable worker", "workers": states}, 200 if ready else 503
+        )
+
+    @routes.get("/metrics")
+    async def scrape() -> Response:
+        return Response(metrics.render(), media_type="text/plain; version=1.0.0; charset=utf-8")
+
+    @routes.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {
+            "object": "list",
+            "data": merge_cards(m.cards for m in registry.members.values() if _lists(m)),
+        }
+
+    return routes
+
+
+def _lists(member: Member) -> bool:
+    return member.state in (State.READY, State.UNHEALTHY)
+
+
+def _count_states(registry: Registry) -> dict[str, int]:
+    states = [member.state.value for member in registry.members.values()]
+    return {state.value: states.count(state.value) for state in State if state.value in states}
+
+
+def merge_cards(lists: Iterable[Iterable[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One card per model id, in order of first sight; a later worker only adds fields that were missing."""
+    merged: dict[str, dict[str, Any]] = {}
+    for cards in lists:
+        for card in cards:
+            known = merged.setdefault(card["id"], {})
+            merged[card["id"]] = {**known, **{k: v for k, v in card.items() if known.get(k) is None}}
+    return list(merged.values())
+
+
+def describe(member: Member) -> dict[str, Any]:
+    """A worker as the admin API shows it."""
+    worker, load = member.worker, member.load
+    return {
+        "id": worker.id,
+        "url": worker.url,
+        "state": member.state.value,
+        "role": worker.role.value,
+        "engine": worker.engine.value,
+        "models": list(worker.models),
+        "block_size_tokens": worker.block_size_tokens,
+        "data_parallel_size": worker.data_parallel_size,
+        "requests": load.requests,
+        "pending_prefill_tokens": load.pending_prefill_tokens,
+        "reported_running": load.reported_running,
+        "reported_waiting": load.reported_waiting,
+        "kv_usage_ratio": load.kv_usage_ratio,
+    }
+
+
+def _admin_routes(registry: Registry, token: SecretStr | None) -> APIRouter:
+    def authorised(authorization: Annotated[str, Header()] = "") -> None:
+        if token is None:
+            return
+        expected = f"Bearer {token.get_secret_value()}"
+        if not secrets.compare_digest(authorization.encode(), expected.encode()):
+            raise GatewayError(
+                Failure.UNAUTHORIZED, "the admin API needs the token of admin.token as a Bearer token"
+            )
+
+    routes = APIRouter(prefix="/admin/workers", dependencies=[Depends(authorised)])
+
+    def find(worker_id: str) -> Member:
+        # Ids hold the worker's address, slashes included for a base path; the URL alone is not accepted,
+        # since it may name an incarnation that the caller has not seen.
+        member = registry.members.get(worker_id)
+        if member is None:
+            known = ", ".join(registry.members) or "none"
+            raise GatewayError(Failure.NOT_FOUND, f"no worker has the id {worker_id!r}; known: {known}")
+        return member
+
+    @routes.get("")
+    async def list_workers() -> dict[str, Any]:
+        return {"workers": [describe(member) for member in registry.members.values()]}
+
+    @routes.post("", status_code=201)
+    async def add_worker(config: WorkerConfig) -> dict[str, Any]:
+        try:
+            return describe(registry.add(config))
+        except DuplicateWorker as error:
+            raise GatewayError(Failure.CONFLICT, str(error), param="url") from None
+
+    @routes.post("/{worker_id:path}/drain", status_code=202)
+    async def drain_worker(worker_id: str) -> dict[str, Any]:
+        member = find(worker_id)
+        registry.drain(member)
+        return describe(member)
+
+    @routes.delete("/{worker_id:path}", status_code=202)
+    async def remove_worker(worker_id: str) -> dict[str, Any]:
+        member = find(worker_id)
+        registry.remove(member)
+        return describe(member)
+
+    return routes
+
+
+async def _gateway_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, GatewayError)
+    return Response(error.body(), error.status, media_type="application/json")
+
+
+async def _validation_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"] if part != "body")
+    refused = GatewayError(Failure.MALFORMED, f"{field or 'body'}: {first['msg']}", param=field or None)
+    return Response(refused.body(), refused.status, media_type="application/json")

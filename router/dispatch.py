@@ -1,0 +1,192 @@
+"""Choose and charge, in one synchronous step: every route, every attempt goes through here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import structlog
+
+from kvroute.clock import Clock
+from kvroute.conductor.index import ApproximateIndex
+from kvroute.policies.base import Policy
+from kvroute.policies.ties import least_loaded_index
+from kvroute.router.errors import Failure, GatewayError
+from kvroute.router.metrics import Metrics
+from kvroute.router.request_view import ParsedRequest
+from kvroute.router.workers import Eligible, Lease, Member, Registry
+from kvroute.types import Decision, Fleet, PrefixMatch, PromptKeys, Rejection
+
+log = structlog.get_logger(__name__)
+
+OVERRUNS_BEFORE_PAUSE = 5
+PAUSE_DECISIONS = 1000
+FALLBACK = "fallback"
+_NO_MATCH = PrefixMatch()
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPolicy:
+    """A policy with the name it is configured by, which is its metric label."""
+
+    name: str
+    policy: Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A decision that is already paid for: `lease` must be released."""
+
+    member: Member
+    decision: Decision
+    lease: Lease
+
+
+class Dispatcher:
+    """Prices nothing and relays nothing: it gathers the snapshot, asks the policy, charges the load."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        index: ApproximateIndex,
+        metrics: Metrics,
+        policy: NamedPolicy,
+        *,
+        shadow: NamedPolicy | None = None,
+        chunk_bytes: int,
+        budget_s: float,
+        clock: Clock,
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._registry = registry
+        self._index = index
+        self._metrics = metrics
+        self._policy = policy
+        self._shadow = shadow
+        self._chunk_bytes = chunk_bytes
+        self._budget_s = budget_s
+        self._clock = clock
+        self._timer = timer
+        self._decision_time = metrics.decision_time.of()
+        self._turn = 0
+        self._overruns = 0
+        self._paused_for = 0
+        self._needs_prefix = policy.policy.needs_prefix or (shadow is not None and shadow.policy.needs_prefix)
+
+    @property
+    def policy_name(self) -> str:
+        return self._policy.name
+
+    def choose(self, request: ParsedRequest, tried: Collection[Member] = ()) -> Choice:
+        """Pick a worker outside `tried` and charge it; raises GatewayError when there is none."""
+        started = self._timer()
+        now_s = self._clock()
+        eligible = self._registry.eligible(request.view.model, now_s)
+        if tried:
+            rest = [member for member in eligible.members if member not in tried]
+            if not rest:
+                raise GatewayError(
+                    Failure.NO_WORKER, "every worker that could take this request has failed it"
+                )
+            eligible = Eligible.of(rest)
+        keys = self._keys(request) if self._needs_prefix else None
+        fleet = self._fleet(eligible, keys, now_s)
+        decision = self._decide(request, fleet, started)
+        if isinstance(decision, Rejection):
+            self._metrics.decisions.add(self._policy.name, "rejected")
+            message = f"rejected by policy {self._policy.name}: {decision.reason}"
+            raise GatewayError(Failure.REJECTED, message, retry_after_s=decision.retry_after_s)
+        member = self._registry.members[decision.candidate.decode.id]
+        lease = self._registry.charge(
+            member, max(0, request.view.prompt_tokens - decision.matched_tokens), now_s
+        )
+        if self._shadow is not None:
+            self._ask_shadow(self._shadow, request, fleet, decision)
+        if keys is not None:
+            self._index.insert(member.worker.id, keys.keys)
+        self._metrics.decisions.add(self._policy.name, decision.reason)
+        self._decision_time.observe(self._timer() - started)
+        return Choice(member, decision, lease)
+
+    def has_alternative(self, request: ParsedRequest, tried: Collection[Member]) -> bool:
+        """True when another worker could take the request now."""
+        try:
+            eligible = self._registry.eligible(request.view.model, self._clock())
+        except GatewayError:
+            return False
+        return any(member not in tried for member in eligible.members)
+
+    def _keys(self, request: ParsedRequest) -> PromptKeys | None:
+        keys, reason = request.prompt_keys(self._chunk_bytes)
+        if keys is None:
+            self._metrics.no_keys.add(reason or "none")
+        else:
+            self._metrics.prompts.add(keys.mode.value)
+        return keys
+
+    def _fleet(self, eligible: Eligible, keys: PromptKeys | None, now_s: float) -> Fleet:
+        if keys is None:
+            return Fleet(now_s, eligible.workers, eligible.loads)
+        index = self._index
+        ids = [worker.id for worker in eligible.workers]
+        block_tokens = keys.block_tokens
+        matches = [
+            PrefixMatch(blocks * block_tokens) if blocks else _NO_MATCH
+            for blocks in index.match(keys.keys, ids)
+        ]
+        return Fleet(
+            now_s, eligible.workers, eligible.loads, matches, [index.held_blocks(id_) for id_ in ids]
+        )
+
+    # --- the policy, and what stands in for it -------------------------------------------------
+
+    def _decide(self, request: ParsedRequest, fleet: Fleet, started: float) -> Decision | Rejection:
+        name = self._policy.name
+        if self._paused_for:
+            self._paused_for -= 1
+            return self._fall_back(fleet, "paused")
+        try:
+            decision = self._policy.policy.decide(request.view, fleet)
+        except Exception:
+            log.exception("policy failed", policy=name)
+            return self._fall_back(fleet, "error")
+        if self._timer() - started > self._budget_s:
+            self._count_overrun()
+        else:
+            self._overruns = 0
+        if isinstance(decision, Rejection):
+            return decision
+        if not isinstance(decision, Decision) or decision.candidate.decode not in fleet.workers:
+            log.error("policy chose no eligible worker", policy=name, decision=repr(decision))
+            return self._fall_back(fleet, "bad_choice")
+        return decision
+
+    def _count_overrun(self) -> None:
+        # A running decision cannot be interrupted; one that is slow again and again is set aside for a while.
+        self._metrics.fallbacks.add(self._policy.name, "overrun")
+        self._overruns += 1
+        if self._overruns >= OVERRUNS_BEFORE_PAUSE:
+            log.error("policy is too slow", policy=self._policy.name, budget_s=self._budget_s)
+            self._overruns = 0
+            self._paused_for = PAUSE_DECISIONS
+
+    def _fall_back(self, fleet: Fleet, reason: str) -> Decision:
+        if reason != "overrun":
+            self._metrics.fallbacks.add(self._policy.name, reason)
+        self._turn += 1
+        return Decision.whole(fleet.workers[least_loaded_index(fleet, self._turn)], FALLBACK)
+
+    def _ask_shadow(
+        self, shadow: NamedPolicy, request: ParsedRequest, fleet: Fleet, decision: Decision
+    ) -> None:
+        """Ask, compare, count; the shadow sees the load as charged by the real choice and has no effect."""
+        try:
+            other = shadow.policy.decide(request.view, fleet)
+        except Exception:
+            log.exception("shadow policy failed", policy=shadow.name)
+            agreement = "error"
+        else:
+            same = isinstance(other, Decision) and other.candidate == decision.candidate
+            agreement = "same" if same else "rejected" if isinstance(other, Rejection) else "other"
+        self._metrics.shadow.add(shadow.name, agreement)

@@ -1,0 +1,91 @@
+"""Worker URLs: the one place that reads and writes them."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from urllib.parse import quote, unquote, urlsplit
+
+DEFAULT_PORTS = {"http": 80, "https": 443}
+ACCEPTED = "accepted: http://host:port, https://host:port, http://[ipv6]:port, unix:///path/to.sock"
+
+
+class EndpointError(ValueError):
+    """A worker URL cannot be used; the message says what is accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a worker listens."""
+
+    url: str
+    """Canonical form: lower-case scheme and host, port spelled out, no trailing slash."""
+    host: str
+    port: int
+    unix_path: str | None
+    tls: bool
+    base_path: str
+    """Put before every request target; "" or "/prefix"."""
+    authority: str
+    """Value of the Host header."""
+
+    @classmethod
+    def parse(cls, url: str) -> Endpoint:
+        """Raise EndpointError for anything that is not a plain http, https or unix URL."""
+        if not re.fullmatch(r"[\x21-\x7e]+", url):
+            raise EndpointError(f"worker url {url!r} may only have visible ASCII characters; {ACCEPTED}")
+        if url.startswith("unix:"):
+            return cls._parse_unix(url)
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise EndpointError(f"worker url {url!r}: {error}; {ACCEPTED}") from None
+        if parts.scheme not in DEFAULT_PORTS:
+            raise EndpointError(f"worker url {url!r} has scheme {parts.scheme or 'none'!r}; {ACCEPTED}")
+        if "@" in parts.netloc:
+            raise EndpointError(f"worker url {url!r} contains '@' (a user or a rank); {ACCEPTED}")
+        if parts.query or parts.fragment:
+            raise EndpointError(f"worker url {url!r} has a query or fragment; {ACCEPTED}")
+        host = parts.hostname
+        if not host:
+            raise EndpointError(f"worker url {url!r} names no host; {ACCEPTED}")
+        if not parts.netloc.startswith("[") and parts.netloc.count(":") > 1:
+            raise EndpointError(f"worker url {url!r}: an IPv6 address stands in brackets; {ACCEPTED}")
+        port = DEFAULT_PORTS[parts.scheme] if port is None else port
+        if port == 0:
+            raise EndpointError(f"worker url {url!r} has port 0; {ACCEPTED}")
+        authority = join_host_port(host, port)
+        base_path = parts.path.rstrip("/")
+        return cls(
+            url=f"{parts.scheme}://{authority}{base_path}",
+            host=host,
+            port=port,
+            unix_path=None,
+            tls=parts.scheme == "https",
+            base_path=base_path,
+            authority=authority,
+        )
+
+    @classmethod
+    def _parse_unix(cls, url: str) -> Endpoint:
+        path = unquote(url.removeprefix("unix:").removeprefix("//"))
+        if not path.startswith("/") or "\x00" in path:
+            raise EndpointError(f"worker url {url!r} needs an absolute socket path; {ACCEPTED}")
+        return cls(f"unix://{quote(path)}", "localhost", 0, path, False, "", "localhost")
+
+    def http_url(self, path: str) -> str:
+        """`path` as a URL for an HTTP client; over a unix socket the host part is a placeholder."""
+        scheme = "https" if self.tls else "http"
+        return f"{scheme}://{self.authority}{self.base_path}{path}"
+
+
+def join_host_port(host: str, port: int) -> str:
+    """`host:port`, with an IPv6 address in brackets exactly once."""
+    bare = host.strip("[]")
+    try:
+        is_ipv6 = ipaddress.ip_address(bare.split("%", maxsplit=1)[0]).version == 6
+    except ValueError:
+        is_ipv6 = False
+    return f"[{bare}]:{port}" if is_ipv6 else f"{host}:{port}"

@@ -1,0 +1,136 @@
+"""What can go wrong, and the one table that maps it to a status and an OpenAI error body."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import orjson
+
+
+class Failure(StrEnum):
+    """One cause, one status. The values are metric labels and the `code` of the error body."""
+
+    MALFORMED = "malformed_request"
+    UNAUTHORIZED = "invalid_api_key"
+    MODEL_NOT_FOUND = "model_not_found"
+    NOT_FOUND = "not_found"
+    CONFLICT = "already_exists"
+    REQUEST_TIMEOUT = "request_timeout"
+    BODY_TOO_LARGE = "body_too_large"
+    HEADERS_TOO_LARGE = "headers_too_large"
+    OVERLOADED = "overloaded"
+    REJECTED = "rejected"
+    NO_WORKER = "no_worker"
+    SHUTTING_DOWN = "shutting_down"
+    CONNECT_REFUSED = "connect_refused"
+    CONNECT_TIMEOUT = "connect_timeout"
+    RESET = "upstream_reset"
+    BAD_RESPONSE = "bad_upstream_response"
+    FIRST_BYTE_TIMEOUT = "first_byte_timeout"
+    IDLE_TIMEOUT = "idle_timeout"
+    TOTAL_TIMEOUT = "total_timeout"
+    DIED = "upstream_died"
+    INTERNAL = "internal_error"
+
+
+_INVALID = "invalid_request_error"
+_UPSTREAM = "upstream_error"
+_TIMEOUT = "timeout_error"
+
+# failure -> (HTTP status, OpenAI error type)
+_TABLE: dict[Failure, tuple[int, str]] = {
+    Failure.MALFORMED: (400, _INVALID),
+    Failure.UNAUTHORIZED: (401, "authentication_error"),
+    Failure.MODEL_NOT_FOUND: (404, _INVALID),
+    Failure.NOT_FOUND: (404, _INVALID),
+    Failure.CONFLICT: (409, _INVALID),
+    Failure.REQUEST_TIMEOUT: (408, _TIMEOUT),
+    Failure.BODY_TOO_LARGE: (413, _INVALID),
+    Failure.HEADERS_TOO_LARGE: (431, _INVALID),
+    Failure.OVERLOADED: (429, "rate_limit_error"),
+    Failure.REJECTED: (429, "rate_limit_error"),
+    Failure.NO_WORKER: (503, "service_unavailable_error"),
+    Failure.SHUTTING_DOWN: (503, "service_unavailable_error"),
+    Failure.CONNECT_REFUSED: (502, _UPSTREAM),
+    Failure.CONNECT_TIMEOUT: (504, _TIMEOUT),
+    Failure.RESET: (502, _UPSTREAM),
+    Failure.BAD_RESPONSE: (502, _UPSTREAM),
+    Failure.FIRST_BYTE_TIMEOUT: (504, _TIMEOUT),
+    Failure.IDLE_TIMEOUT: (504, _TIMEOUT),
+    Failure.TOTAL_TIMEOUT: (504, _TIMEOUT),
+    Failure.DIED: (502, _UPSTREAM),
+    Failure.INTERNAL: (500, "internal_error"),
+}
+
+REASONS = {
+    400: b"Bad Request",
+    401: b"Unauthorized",
+    404: b"Not Found",
+    409: b"Conflict",
+    408: b"Request Timeout",
+    413: b"Content Too Large",
+    429: b"Too Many Requests",
+    431: b"Request Header Fields Too Large",
+    500: b"Internal Server Error",
+    502: b"Bad Gateway",
+    503: b"Service Unavailable",
+    504: b"Gateway Timeout",
+}
+
+
+class GatewayError(Exception):
+    """A request that ends with an answer of the gateway's own."""
+
+    def __init__(
+        self,
+        failure: Failure,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        upstream_status: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.failure = failure
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.upstream_status = upstream_status
+
+    @property
+    def status(self) -> int:
+        return _TABLE[self.failure][0]
+
+    def body(self) -> bytes:
+        """The OpenAI error object; `upstream_status` is there when a worker had already answered."""
+        error: dict[str, object] = {
+            "message": self.message,
+            "type": _TABLE[self.failure][1],
+            "param": self.param,
+            "code": self.failure.value,
+        }
+        if self.upstream_status is not None:
+            error["upstream_status"] = self.upstream_status
+        return orjson.dumps({"error": error})
+
+    def sse_event(self) -> bytes:
+        """The same object as the last event of a stream that has begun."""
+        return b"data: " + self.body() + b"\n\n"
+
+    def response(self, request_id: str | None, *, close: bool, head_only: bool = False) -> bytes:
+        """The whole HTTP response."""
+        body = self.body()
+        lines = [
+            b"HTTP/1.1 %d %s" % (self.status, REASONS[self.status]),
+            b"content-type: application/json",
+            b"content-length: %d" % len(body),
+        ]
+        if self.retry_after_s is not None:
+            lines.append(b"retry-after: %d" % max(1, round(self.retry_after_s)))
+        if self.failure is Failure.UNAUTHORIZED:
+            lines.append(b"www-authenticate: Bearer")
+        if request_id is not None:
+            lines.append(b"x-request-id: " + request_id.encode("latin-1", "replace"))
+        if close:
+            lines.append(b"connection: close")
+        return b"\r\n".join(lines) + b"\r\n\r\n" + (b"" if head_only else body)

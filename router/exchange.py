@@ -1,0 +1,251 @@
+"""One request from choice to last byte: attempts, relay, outcome. Every route takes this path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import structlog
+
+from kvroute.clock import monotonic
+from kvroute.config import Config
+from kvroute.router.dispatch import Choice, Dispatcher
+from kvroute.router.errors import REASONS, Failure, GatewayError
+from kvroute.router.headers import find
+from kvroute.router.heads import request_head, response_head
+from kvroute.router.http1 import ClientConnection, Request
+from kvroute.router.meter import Meter
+from kvroute.router.metrics import Metrics
+from kvroute.router.request_view import ParsedRequest
+from kvroute.router.retry import RetryBudget
+from kvroute.router.upstream import Response, StaleConnection, UpstreamConnection
+from kvroute.router.workers import Member, Registry
+from kvroute.types import Outcome
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What exchanges work with."""
+
+    config: Config
+    registry: Registry
+    dispatcher: Dispatcher
+    metrics: Metrics
+    retry_budget: RetryBudget
+
+
+class Exchange:
+    """Attempts on one worker after another until a first body byte is there, then relays that response.
+
+    Nothing reaches the client before the worker's first body byte, so a worker that dies up to then is
+    replaced unnoticed; from that byte on there is no second attempt, ever.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        request: Request,
+        parsed: ParsedRequest,
+        client: ClientConnection,
+        request_id: str,
+    ) -> None:
+        self._services = services
+        self._request = request
+        self._parsed = parsed
+        self._client = client
+        self._request_id = request_id
+        self._deadline_s = request.received_s + services.config.timeouts.total_s
+        self._tried: list[Member] = []
+        self._connection: UpstreamConnection | None = None
+        self._meter = Meter(None)
+        self._is_sse = False
+        self.status = 0
+        """Status of the response that was begun; 0 before."""
+
+    async def run(self) -> None:
+        """Relay one response; raises GatewayError when none came and nothing was written to the client."""
+        failed: GatewayError | None = None
+        while True:
+            try:
+                choice = self._services.dispatcher.choose(self._parsed, self._tried)
+            except GatewayError as error:
+                raise failed or error from None
+            self._tried.append(choice.member)
+            try:
+                if await self._attempt(choice):
+                    return
+            except GatewayError as error:
+                if not self._may_retry(error.failure):
+                    raise
+                failed = error
+
+    def _may_retry(self, reason: str) -> bool:
+        """Whether another worker may be asked; counts the retry, or why there is none."""
+        services = self._services
+        metrics = services.metrics
+        if reason in (Failure.FIRST_BYTE_TIMEOUT, Failure.TOTAL_TIMEOUT):
+            metrics.retries_denied.add("timeout")  # it may still be computing: a second one doubles the load
+        elif len(self._tried) >= services.config.retry.attempts:
+            metrics.retries_denied.add("attempts")
+        elif not services.dispatcher.has_alternative(self._parsed, self._tried):
+            metrics.retries_denied.add("no_other_worker")
+        elif not services.retry_budget.take():
+            metrics.retries_denied.add("budget")
+        else:
+            metrics.retries.add(str(reason))
+            return True
+        return False
+
+    # --- one attempt ---------------------------------------------------------------------------
+
+    async def _attempt(self, choice: Choice) -> bool:
+        """True when a response was relayed, whole or broken off; False to try another worker.
+
+        Whatever happens here, cancellation included, ends in `finally`: the connection goes back or is
+        closed, the lease is released, the outcome is recorded.
+        """
+        outcome = Outcome(choice.member.worker, None, matched_tokens=choice.decision.matched_tokens)
+        try:
+            response = await self._send(choice.member)
+            outcome = replace(outcome, status=response.status, failure=_status_failure(response.status))
+            if response.status in self._services.config.retry.statuses and self._may_retry(
+                f"status_{response.status}"
+            ):
+                return False
+            choice.lease.first_byte()
+            await self._relay(response, choice)
+            outcome = self._completed(outcome)
+            return True
+        except GatewayError as error:
+            outcome = replace(outcome, failure=error.failure.value)
+            if not self.status:
+                raise
+            self._break_off(error)
+            return True
+        finally:
+            if self._connection is not None:
+                self._connection.finish()
+                self._connection = None
+            choice.lease.release()
+            self._record(choice.member, outcome)
+
+    async def _send(self, member: Member) -> Response:
+        """Send on a pooled connection if there is one; if that has gone stale, once more on a fresh one."""
+        request = self._request
+        head = request_head(request, member, self._services.config, self._request_id)
+        self._connection = member.pool.take_idle()
+        while True:
+            if self._connection is None:
+                self._connection = await member.pool.connect()
+            try:
+                return await self._connection.send(
+                    head,
+                    request.body,
+                    head_only=request.method == b"HEAD",
+                    timeouts=self._services.config.timeouts,
+                    total_deadline_s=self._deadline_s,
+                )
+            except StaleConnection:
+                self._services.metrics.stale.add()
+                self._connection.finish()
+                self._connection = None
+
+    # --- relaying ------------------------------------------------------------------------------
+
+    async def _relay(self, response: Response, choice: Choice) -> None:
+        connection, client, metrics = self._connection, self._client, self._services.metrics
+        assert connection is not None
+        if connection.error is not None:
+            raise connection.error
+        model = self.model_label
+        content_type = find(response.headers, b"content-type") or b""
+        self._is_sse = content_type.startswith(b"text/event-stream")
+        self._meter = Meter(metrics.itl.of(model) if self._is_sse else None)
+        first = connection.take_body()
+        if first:
+            now_s = monotonic()
+            self._meter.feed(first, now_s)
+            metrics.ttft.of(model).observe(now_s - self._request.received_s)
+        ended = connection.complete
+        extra = self._decision_headers(choice) if self._services.config.decision_headers else ()
+        head, chunked = response_head(response, self._request, extra, keep_alive=client.keep_alive)
+        self.status = response.status
+        client.start(head, first, chunked=chunked, end=ended)
+        if not ended:
+            client.drop_request_body()
+            self._parsed = ParsedRequest(self._parsed.view)  # lets go of the prompt's text
+            client.reads_from(connection)
+            await connection.stream_to(self)
+            client.end()
+
+    def body(self, data: bytes, now_s: float) -> None:
+        """The next part of the worker's body (called by its connection)."""
+        self._meter.feed(data, now_s)
+        self._client.write(data)
+
+    def _decision_headers(self, choice: Choice) -> tuple[bytes, ...]:
+        decision = choice.decision
+        policy = self._services.dispatcher.policy_name
+        return (
+            b"x-kvroute-worker: " + choice.member.url_header,
+            f"x-kvroute-decision: {policy}; reason={decision.reason};"
+            f" matched_tokens={decision.matched_tokens}".encode(),
+        )
+
+    def _break_off(self, error: GatewayError) -> None:
+        """The worker failed after the first byte: an error event where one fits, else a broken body."""
+        log.warning(
+            "response broke off",
+            request_id=self._request_id,
+            worker=self._tried[-1].worker.id,
+            reason=error.failure.value,
+            upstream_status=error.upstream_status,
+            body_bytes=self._meter.body_bytes,
+        )
+        if self._is_sse and self._meter.at_event_border:
+            self._client.write(error.sse_event())
+            self._client.end()
+        else:
+            self._client.break_body()
+
+    # --- what is learned -----------------------------------------------------------------------
+
+    @property
+    def model_label(self) -> str:
+        """A name some worker serves, else `other`: labels are not for clients to invent."""
+        model = self._parsed.view.model
+        return model if model in self._services.registry.models else "none" if model is None else "other"
+
+    def _completed(self, outcome: Outcome) -> Outcome:
+        """Read what the engine said at the end of its response."""
+        metrics, meter = self._services.metrics, self._meter
+        if self._is_sse and meter.in_band_error():
+            metrics.in_band_errors.add(outcome.worker.url)
+            outcome = replace(outcome, failure="in_band_error")
+        usage = meter.usage()
+        if usage.prompt_tokens is not None:
+            metrics.prompt_tokens.add(by=usage.prompt_tokens)
+            metrics.completion_tokens.add(by=usage.completion_tokens or 0)
+            metrics.cached_tokens.add(by=usage.cached_tokens or 0)
+        metrics.matched_tokens.add(by=outcome.matched_tokens)
+        return replace(
+            outcome,
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+        )
+
+    def _record(self, member: Member, outcome: Outcome) -> None:
+        received_s, first_s = self._request.received_s, self._meter.first_s
+        services = self._services
+        outcome = replace(
+            outcome, ttft_s=None if first_s is None else first_s - received_s, e2e_s=monotonic() - received_s
+        )
+        if outcome.failure is not None:
+            services.metrics.upstream_errors.add(member.endpoint.url, outcome.failure)
+        services.registry.observe(member, outcome)
+
+
+def _status_failure(status: int) -> str | None:
+    return f"status_{status if status in REASONS else 'other'}" if status >= 500 else None

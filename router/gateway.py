@@ -1,0 +1,164 @@
+"""The gateway: what happens to a request before and after its exchange with a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import secrets
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import structlog
+
+from kvroute.router.asgi import App, run_app
+from kvroute.router.control import PUBLIC_PATHS
+from kvroute.router.errors import Failure, GatewayError
+from kvroute.router.exchange import Exchange, Services
+from kvroute.router.headers import find
+from kvroute.router.http1 import ClientConnection, Request
+from kvroute.router.metrics import gauge
+from kvroute.router.prompt_bytes import ROUTES
+from kvroute.router.request_view import MalformedBody, ParsedRequest, parse_request
+from kvroute.router.workers import Member, State
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+log = structlog.get_logger(__name__)
+
+PARSE_IN_THREAD_BYTES = 256 * 2**10
+"""Above it, reading a body would hold the event loop for about a millisecond."""
+MAX_REQUEST_ID_BYTES = 256
+
+
+class Gateway:
+    """Handles every request of the data port."""
+
+    def __init__(self, services: Services, app: App) -> None:
+        self._services = services
+        self._app = app
+        self._in_flight = 0
+        self._id_prefix = os.urandom(6).hex()
+        self._ids = itertools.count()
+        key = services.config.api_key
+        self._expected_key = None if key is None else b"Bearer " + key.get_secret_value().encode()
+        services.metrics.add_source(self)
+
+    async def handle(self, request: Request, client: ClientConnection) -> None:
+        """Answer one request; cancelled when its client goes away."""
+        path = request.target.partition(b"?")[0]
+        if path in PUBLIC_PATHS and request.method in (b"GET", b"HEAD"):
+            await self._handle_public(path, request, client)
+            return
+        metrics = self._services.metrics
+        request_id = self._request_id(request)
+        exchange: Exchange | None = None
+        route = path.decode("latin-1") if path.decode("latin-1") in ROUTES else "other"
+        status = 0
+        self._in_flight += 1
+        try:
+            self._check_key(request)
+            self._check_room()
+            exchange = Exchange(self._services, request, await self._parse(request), client, request_id)
+            await exchange.run()
+            status = exchange.status
+        except GatewayError as error:
+            status = error.status
+            self._answer(error, request, client, request_id)
+        except asyncio.CancelledError:
+            phase = "streaming" if client.started else "waiting"
+            metrics.disconnects.add(phase)
+            log.debug("client left", request_id=request_id, phase=phase)
+            raise
+        finally:
+            self._in_flight -= 1
+            model = "none" if exchange is None else exchange.model_label
+            metrics.requests.add(route, model, str(status) if status else "client_left")
+
+    # --- before --------------------------------------------------------------------------------
+
+    def _check_key(self, request: Request) -> None:
+        if self._expected_key is not None:
+            given = find(request.headers, b"authorization") or b""
+            if not secrets.compare_digest(given, self._expected_key):
+                raise GatewayError(
+                    Failure.UNAUTHORIZED, "the Authorization header does not carry the key of api_key"
+                )
+
+    def _check_room(self) -> None:
+        limit = self._services.config.limits.requests
+        if self._in_flight > limit:
+            message = f"{limit} requests are in flight (limits.requests)"
+            raise GatewayError(Failure.OVERLOADED, message, retry_after_s=1)
+        self._services.retry_budget.request()
+
+    @staticmethod
+    async def _parse(request: Request) -> ParsedRequest:
+        try:
+            if len(request.body) <= PARSE_IN_THREAD_BYTES:
+                return parse_request(request.target, request.headers, request.body)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(
+                None, parse_request, request.target, request.headers, request.body
+            )
+        except MalformedBody as error:
+            raise GatewayError(Failure.MALFORMED, str(error), param=error.field) from None
+
+    def _request_id(self, request: Request) -> str:
+        given = find(request.headers, b"x-request-id")
+        if given is not None and len(given) <= MAX_REQUEST_ID_BYTES:
+            return given.decode("latin-1")
+        return f"{self._id_prefix}-{next(self._ids):x}"
+
+    # --- after ---------------------------------------------------------------------------------
+
+    def _answer(
+        self, error: GatewayError, request: Request, client: ClientConnection, request_id: str
+    ) -> None:
+        self._services.metrics.failures.add(error.failure)
+        log.warning(
+            "request failed",
+            request_id=request_id,
+            reason=error.failure.value,
+            status=error.status,
+            message=error.message,
+        )
+        data = error.response(request_id, close=not client.keep_alive, head_only=request.method == b"HEAD")
+        client.respond(data)
+
+    async def _handle_public(self, path: bytes, request: Request, client: ClientConnection) -> None:
+        if path == b"/v1/models" and self._expected_key is not None:
+            try:
+                self._check_key(request)
+            except GatewayError as error:
+                self._answer(error, request, client, self._request_id(request))
+                return
+        _, data = await run_app(self._app, request, keep_alive=client.keep_alive)
+        client.respond(data)
+
+    # --- gauges --------------------------------------------------------------------------------
+
+    def gauges(self) -> Iterable[Metric]:
+        registry = self._services.registry
+        members = list(registry.members.values())
+        yield gauge("kvroute_requests_in_flight", "Requests being handled.", (), [((), self._in_flight)])
+        yield gauge(
+            "kvroute_worker_in_flight",
+            "Leases charged to a worker and not released.",
+            ("worker",),
+            [
+                ((url,), sum(m.load.requests for m in members if m.endpoint.url == url))
+                for url in _urls(members)
+            ],
+        )
+        yield gauge(
+            "kvroute_workers",
+            "Workers by state.",
+            ("state",),
+            [((s.value,), sum(m.state is s for m in members)) for s in State if s is not State.GONE],
+        )
+
+
+def _urls(members: Iterable[Member]) -> list[str]:
+    return sorted({member.endpoint.url for member in members})

@@ -1,0 +1,67 @@
+"""Message heads: what is passed on as received, and the few lines a hop owns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvroute.config import Config
+from kvroute.router.headers import HOP_BY_HOP, REWRITTEN_ON_REQUEST, named_by_connection
+from kvroute.router.http1 import Request
+from kvroute.router.upstream import Response
+from kvroute.router.workers import Member
+
+NO_BODY_STATUSES = (204, 304)
+# Methods whose request carries no Content-Length when there is no body (RFC 9110 8.6).
+BODILESS_METHODS = (b"GET", b"HEAD", b"OPTIONS", b"DELETE", b"TRACE")
+
+
+def request_head(request: Request, member: Member, config: Config, request_id: str) -> bytes:
+    """Head of one attempt.
+
+    Ours are Host, Content-Length, Authorization where keys are configured, and a missing X-Request-Id.
+    """
+    dropped = REWRITTEN_ON_REQUEST
+    named = named_by_connection(request.headers)
+    if named:
+        dropped = dropped | named
+    api_key = member.config.api_key
+    if api_key is not None or config.api_key is not None:
+        dropped = dropped | {b"authorization"}
+    lines = [b"%b %b%b HTTP/1.1" % (request.method, member.base_path, request.target), member.host_line]
+    has_id = False
+    for name, value in request.headers:
+        lower = name.lower()
+        if lower not in dropped:
+            has_id = has_id or lower == b"x-request-id"
+            lines.append(b"%b: %b" % (name, value))
+    if not has_id:
+        lines.append(b"X-Request-Id: " + request_id.encode("latin-1"))
+    if api_key is not None:
+        lines.append(b"Authorization: Bearer " + api_key.get_secret_value().encode())
+    if request.body or request.method not in BODILESS_METHODS:
+        lines.append(b"Content-Length: %d" % len(request.body))
+    lines.append(b"\r\n")
+    return b"\r\n".join(lines)
+
+
+def response_head(
+    response: Response, request: Request, extra: Sequence[bytes], *, keep_alive: bool
+) -> tuple[bytes, bool]:
+    """Head for the client, and whether the body is to be chunked. `extra` are header lines to add."""
+    named = named_by_connection(response.headers)
+    dropped = HOP_BY_HOP | named if named else HOP_BY_HOP
+    lines = [b"HTTP/1.1 %d %b" % (response.status, response.reason)]
+    for name, value in response.headers:
+        lower = name.lower()
+        # A length beside chunks is stale: the chunks say where the body ends (RFC 9112 6.3).
+        if lower not in dropped and not (response.chunked and lower == b"content-length"):
+            lines.append(b"%b: %b" % (name, value))
+    bodiless = request.method == b"HEAD" or response.status in NO_BODY_STATUSES
+    chunked = not bodiless and (response.chunked or not response.content_length) and not request.http10
+    if chunked:
+        lines.append(b"transfer-encoding: chunked")
+    if not keep_alive:
+        lines.append(b"connection: close")
+    lines.extend(extra)
+    lines.append(b"\r\n")
+    return b"\r\n".join(lines), chunked

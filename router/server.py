@@ -1,0 +1,238 @@
+"""Starts the gateway's ports and stops them in phases."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import ssl
+from collections.abc import AsyncIterator, Generator, Iterator
+
+import structlog
+import uvicorn
+from prometheus_client.core import Metric
+
+from kvroute.clock import monotonic
+from kvroute.conductor.index import ApproximateIndex
+from kvroute.config import Config, ConfigError, PolicyConfig
+from kvroute.policies.registry import PolicyError, make_policy
+from kvroute.router.control import make_app
+from kvroute.router.dispatch import Dispatcher, NamedPolicy
+from kvroute.router.endpoint import Endpoint, join_host_port
+from kvroute.router.exchange import Services
+from kvroute.router.gateway import Gateway
+from kvroute.router.health import Prober
+from kvroute.router.http1 import ClientConnection, ServerState
+from kvroute.router.metrics import Metrics, gauge
+from kvroute.router.retry import RetryBudget
+from kvroute.router.sweeper import Sweeper
+from kvroute.router.upstream import UpstreamPool
+from kvroute.router.workers import Member, Registry, State
+
+log = structlog.get_logger(__name__)
+
+BACKLOG = 2048
+
+
+class PortInUse(Exception):
+    """A port to listen on is taken; the message names it."""
+
+
+def listen(host: str, port: int, field: str) -> socket.socket:
+    """A listening TCP socket; raises PortInUse or ConfigError naming the configuration field."""
+    try:
+        info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise ConfigError(f"{field}: cannot resolve {host!r}: {error}") from None
+    sock = socket.socket(info[0], socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(info[4])
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise PortInUse(f"{field}: cannot listen on {join_host_port(host, port)}: {error.strerror}") from None
+    sock.setblocking(False)
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://{join_host_port(host, port)}"
+
+
+class GatewayServer:
+    """Everything one gateway process owns. `start`, then `stop`; `run` does both around the signals."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.metrics = Metrics()
+        self.index = ApproximateIndex(config.prefix_index.max_bytes)
+        self._policy = _named_policy(config.policy, "policy")
+        self._shadow = (
+            None if config.shadow_policy is None else _named_policy(config.shadow_policy, "shadow_policy")
+        )
+        self._draining = False
+        self.url = ""
+        self.admin_url: str | None = None
+
+    async def start(self) -> None:
+        """Listen on both ports; workers are probed from now on."""
+        config = self._config
+        loop = asyncio.get_running_loop()
+        data_socket = listen(config.host, config.port, "port")
+        admin_socket = None
+        if config.admin.enabled:
+            try:
+                admin_socket = listen(config.admin.host, config.admin.port, "admin.port")
+            except BaseException:
+                data_socket.close()
+                raise
+        sweeper = Sweeper(loop)
+        tls = _tls_context(config)
+
+        def make_pool(endpoint: Endpoint) -> UpstreamPool:
+            return UpstreamPool(endpoint, config.timeouts, sweeper, loop, tls)
+
+        self.registry = Registry(
+            make_pool, health=config.health, breaker=config.breaker, limits=config.limits, clock=monotonic
+        )
+        self.registry.on_change(self._member_changed)
+        self._prober = Prober(self.registry, config.health, tls)
+        dispatcher = Dispatcher(
+            self.registry,
+            self.index,
+            self.metrics,
+            self._policy,
+            shadow=self._shadow,
+            chunk_bytes=config.prefix_index.chunk_bytes,
+            budget_s=config.policy_budget_ms / 1e3,
+            clock=monotonic,
+        )
+        services = Services(config, self.registry, dispatcher, self.metrics, RetryBudget(config.retry))
+        app = make_app(
+            self.registry, self.metrics, draining=lambda: self._draining, admin_token=config.admin.token
+        )
+        self.state = ServerState(Gateway(services, app), config.limits, config.timeouts, sweeper, loop)
+        self.metrics.add_source(self)
+        self._server = await loop.create_server(lambda: ClientConnection(self.state), sock=data_socket)
+        self.url = url_of(data_socket)
+        if admin_socket is not None:
+            self.admin_url = url_of(admin_socket)
+            self._admin = _AdminServer(uvicorn.Config(app, log_config=None, lifespan="off", access_log=False))
+            self._admin_task = loop.create_task(self._admin.serve(sockets=[admin_socket]))
+        for worker in config.workers:
+            self.registry.add(worker)
+        log.info("listening", url=self.url, admin_url=self.admin_url, policy=self._policy.name)
+
+    async def stop(self) -> None:
+        """Not ready, keep serving, drain with a limit, close."""
+        shutdown = self._config.shutdown
+        self._draining = True
+        log.info("shutting down", phase="not ready", keep_serving_s=shutdown.keep_serving_s)
+        await asyncio.sleep(shutdown.keep_serving_s)
+        log.info(
+            "shutting down", phase="drain", limit_s=shutdown.drain_s, connections=len(self.state.connections)
+        )
+        self._server.close()
+        self.state.closing = True
+        for connection in list(self.state.connections):
+            connection.close_when_idle()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.state.empty.wait(), shutdown.drain_s)
+        log.info("shutting down", phase="close", cut=len(self.state.connections))
+        for connection in list(self.state.connections):
+            connection.abort()
+        await self.state.empty.wait()
+        await self._prober.close()
+        for member in list(self.registry.members.values()):
+            self.registry.remove(member)
+        if self.admin_url is not None:
+            self._admin.should_exit = True
+            await self._admin_task
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT; a second signal cuts the phases short."""
+        loop = asyncio.get_running_loop()
+        signalled = asyncio.Event()
+        again = asyncio.Event()
+
+        def on_signal() -> None:
+            (again if signalled.is_set() else signalled).set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)
+        await self.start()
+        await signalled.wait()
+        stopping = loop.create_task(self.stop())
+        hurry = loop.create_task(again.wait())
+        await asyncio.wait([stopping, hurry], return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        if not stopping.done():
+            log.warning("second signal: closing at once")
+            stopping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await stopping
+
+    def _member_changed(self, member: Member) -> None:
+        if member.state is State.GONE:
+            self.index.remove_worker(member.worker.id)
+            if all(other.endpoint.url != member.endpoint.url for other in self.registry.members.values()):
+                self.metrics.forget_worker(member.endpoint.url)
+
+    def gauges(self) -> Iterator[Metric]:
+        index = self.index
+        yield gauge(
+            "kvroute_index_blocks", "Distinct prefix blocks the index knows.", (), [((), index.entries)]
+        )
+        yield gauge(
+            "kvroute_index_bytes", "Estimated memory of the index.", (), [((), index.estimated_bytes)]
+        )
+        yield gauge(
+            "kvroute_index_evicted_blocks", "Blocks dropped for room.", (), [((), index.evicted_blocks)]
+        )
+        yield gauge(
+            "kvroute_client_connections", "Open client connections.", (), [((), len(self.state.connections))]
+        )
+        yield gauge(
+            "kvroute_buffered_request_bytes", "Request bodies held.", (), [((), self.state.buffered_bytes)]
+        )
+
+
+class _AdminServer(uvicorn.Server):
+    """Signals belong to the gateway."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def running(config: Config) -> AsyncIterator[GatewayServer]:
+    """A started gateway that is stopped on the way out; for embedding and tests."""
+    server = GatewayServer(config)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+def _named_policy(options: PolicyConfig, field: str) -> NamedPolicy:
+    try:
+        return NamedPolicy(options.name, make_policy(options.name, options.options))
+    except PolicyError as error:
+        raise ConfigError(f"{field}: {error}") from None
+
+
+def _tls_context(config: Config) -> ssl.SSLContext | None:
+    if (
+        not any(worker.url.startswith("https") for worker in config.workers)
+        and config.upstream_ca_file is None
+    ):
+        return None
+    try:
+        return ssl.create_default_context(cafile=config.upstream_ca_file)
+    except OSError as error:
+        raise ConfigError(f"upstream_ca_file: {config.upstream_ca_file}: {error}") from None

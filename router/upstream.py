@@ -1,0 +1,390 @@
+"""The worker's side: one HTTP/1.1 connection to an engine, and the pool that keeps them."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+import httptools
+
+from kvroute.clock import monotonic
+from kvroute.config import Timeouts
+from kvroute.router.endpoint import Endpoint
+from kvroute.router.errors import Failure, GatewayError
+from kvroute.router.headers import Headers
+from kvroute.router.sweeper import NEVER, Sweeper
+
+MAX_HEAD_BYTES = 256 * 2**10
+
+
+class StaleConnection(Exception):
+    """A pooled connection closed before a single response byte: nobody's fault, safe to send again."""
+
+
+@dataclass(slots=True)
+class Response:
+    """A response whose head has arrived, together with the first part of its body or its end."""
+
+    status: int = 0
+    reason: bytes = b""
+    headers: Headers = field(default_factory=list)
+    content_length: bool = False
+    chunked: bool = False
+
+    @property
+    def ends_with_connection(self) -> bool:
+        return not (self.content_length or self.chunked or self.status in (204, 304))
+
+
+class Sink(Protocol):
+    """Takes the rest of a response body, read by read."""
+
+    def body(self, data: bytes, now_s: float) -> None: ...
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """Sends one request at a time.
+
+    `send` gives a future for the response; it is set once the first body byte (or the end) is here, so
+    that until then the request can still be given to another worker. `stream_to` takes the rest.
+    """
+
+    def __init__(self, pool: UpstreamPool) -> None:
+        self._pool = pool
+        self._loop = pool.loop
+        self._parser = httptools.HttpResponseParser(self)
+        self._ready: asyncio.Future[Response] | None = None
+        self._done: asyncio.Future[None] | None = None
+        self._sink: Sink | None = None
+        self._error: GatewayError | None = None
+        self._exchanging = False
+        self._complete = False
+        self._reusable = False
+        self._head_only = False
+        self._fresh = True
+        self._seen_bytes = False
+        self._closed = False
+        self._paused = False
+        self._in_head = True
+        self._head_bytes = 0
+        self._idle_s = 0.0
+        self._total_deadline_s = NEVER
+        self._pieces: list[bytes] = []
+        self._response = Response()
+        self.deadline_s = NEVER
+
+    # --- one exchange --------------------------------------------------------------------------
+
+    def send(
+        self, head: bytes, body: bytes, *, head_only: bool, timeouts: Timeouts, total_deadline_s: float
+    ) -> asyncio.Future[Response]:
+        """Write a request. The future raises StaleConnection or GatewayError."""
+        self._exchanging = True
+        self._complete = self._reusable = self._seen_bytes = False
+        self._head_only = head_only
+        self._error = None
+        self._in_head = True
+        self._head_bytes = 0
+        self._pieces = []
+        self._response = Response()
+        self._idle_s = timeouts.idle_s
+        self._total_deadline_s = total_deadline_s
+        self._ready = ready = self._loop.create_future()
+        self.deadline_s = min(monotonic() + timeouts.first_byte_s, total_deadline_s)
+        if self._closed:
+            self._fail_lost()
+        elif len(body) < 16_384:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines((head, body))
+        return ready
+
+    def take_body(self) -> bytes:
+        """Body bytes that arrived so far and were not given to a sink."""
+        pieces = self._pieces
+        self._pieces = []
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    @property
+    def complete(self) -> bool:
+        """The whole response has arrived."""
+        return self._complete
+
+    @property
+    def error(self) -> GatewayError | None:
+        """Set when the response broke off."""
+        return self._error
+
+    def stream_to(self, sink: Sink) -> asyncio.Future[None]:
+        """Give every further read to `sink`; the future ends with the response or raises GatewayError."""
+        self._sink = sink
+        self._done = done = self._loop.create_future()
+        if self._error is not None:
+            done.set_exception(self._error)
+        elif self._complete:
+            done.set_result(None)
+        else:
+            self.deadline_s = min(monotonic() + self._idle_s, self._total_deadline_s)
+        return done
+
+    def finish(self) -> None:
+        """End of the exchange, however it went: back to the pool when clean, else closed. Idempotent."""
+        if not self._exchanging:
+            return
+        self._exchanging = False
+        for future in (self._ready, self._done):
+            if future is not None and not future.cancel() and not future.cancelled():
+                future.exception()  # seen: a cancelled exchange has nobody left to await it
+        self._ready = self._done = self._sink = None
+        self._pieces = []
+        self.deadline_s = NEVER
+        if self._paused:
+            self.resume()
+        if self._complete and self._reusable and not self._closed:
+            self._fresh = False
+            self._pool.keep(self)
+        else:
+            self.close()
+
+    # --- back-pressure -------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """A silent upstream is our own doing from here on: only the total deadline still runs."""
+        if not self._paused and not self._closed:
+            self._paused = True
+            self._transport.pause_reading()
+            self.deadline_s = self._total_deadline_s
+
+    def resume(self) -> None:
+        if self._paused:
+            self._paused = False
+            if not self._closed:
+                self._transport.resume_reading()
+                self.deadline_s = min(monotonic() + self._idle_s, self._total_deadline_s)
+
+    # --- asyncio.Protocol ----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._pool.opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._exchanging or self._complete:
+            self.close()  # bytes nobody asked for: whatever they are, the connection is out of step
+            return
+        self._seen_bytes = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._reusable = False
+        except httptools.HttpParserError as error:
+            self._fail(GatewayError(Failure.BAD_RESPONSE, f"worker sent malformed HTTP: {error}"))
+            return
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._fail(
+                    GatewayError(
+                        Failure.BAD_RESPONSE, f"worker's response head is over {MAX_HEAD_BYTES} bytes"
+                    )
+                )
+        elif self._sink is not None:
+            if self._pieces:
+                now = monotonic()
+                self.deadline_s = min(now + self._idle_s, self._total_deadline_s)
+                self._sink.body(self.take_body(), now)
+            if self._complete and self._done is not None and not self._done.done():
+                self._done.set_result(None)
+        elif (self._pieces or self._complete) and self._ready is not None and not self._ready.done():
+            self.deadline_s = self._total_deadline_s
+            self._ready.set_result(self._response)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closed = True
+        self._pool.lost(self)
+        if self._exchanging and not self._complete:
+            self._fail_lost(exc)
+
+    def _fail_lost(self, exc: Exception | None = None) -> None:
+        response = self._response
+        if not self._seen_bytes and not self._fresh:
+            if self._ready is not None and not self._ready.done():
+                self._ready.set_exception(StaleConnection())
+        elif response.status and response.ends_with_connection and exc is None and not self._in_head:
+            self._complete = True
+            self._settle()
+        elif response.status:
+            message = f"worker closed the connection in the middle of its response ({response.status})"
+            self._fail(GatewayError(Failure.DIED, message, upstream_status=response.status))
+        else:
+            self._fail(GatewayError(Failure.RESET, "worker closed the connection before it answered"))
+
+    def _settle(self) -> None:
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_result(self._response)
+        if self._done is not None and not self._done.done():
+            self._done.set_result(None)
+
+    def _fail(self, error: GatewayError) -> None:
+        self._error = error
+        self._reusable = False
+        self._settle_error(error)
+        self.close()
+
+    def _settle_error(self, error: GatewayError) -> None:
+        for future in (self._ready, self._done):
+            if future is not None and not future.done():
+                future.set_exception(error)
+
+    def on_deadline(self) -> None:
+        if not self._exchanging:
+            self.close()
+            return
+        status = self._response.status or None
+        if monotonic() >= self._total_deadline_s:
+            error = GatewayError(Failure.TOTAL_TIMEOUT, "timeouts.total_s passed", upstream_status=status)
+        elif self._done is None:
+            error = GatewayError(
+                Failure.FIRST_BYTE_TIMEOUT,
+                "worker sent no body byte within timeouts.first_byte_s",
+                upstream_status=status,
+            )
+        else:
+            error = GatewayError(
+                Failure.IDLE_TIMEOUT, "worker was silent for timeouts.idle_s", upstream_status=status
+            )
+        self._fail(error)
+
+    def close(self) -> None:
+        """Abort, not a graceful close: the engine must see the end now, and nothing is left to flush."""
+        if not self._closed:
+            self._transport.abort()
+
+    # --- httptools -----------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self._complete:
+            self._reusable = False
+            return
+        self._in_head = True
+        self._response = Response()
+
+    def on_status(self, reason: bytes) -> None:
+        self._response.reason += reason
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._response.headers.append((name, value))
+        if len(name) == 14 and name.lower() == b"content-length":
+            self._response.content_length = True
+        elif len(name) == 17 and name.lower() == b"transfer-encoding":
+            self._response.chunked = True
+
+    def on_headers_complete(self) -> None:
+        if self._complete:
+            return
+        self._in_head = False
+        self._response.status = self._parser.get_status_code()
+        if self._head_only and self._response.status >= 200:
+            self._complete = True  # the parser would wait for a body that a HEAD does not have
+
+    def on_body(self, data: bytes) -> None:
+        if not self._complete:
+            self._pieces.append(data)
+
+    def on_message_complete(self) -> None:
+        if self._complete:
+            return
+        if self._response.status < 200:
+            return  # 100 Continue, 103 Early Hints: the real response follows
+        self._complete = True
+        self._reusable = self._parser.should_keep_alive()
+
+
+class UpstreamPool:
+    """Connections to one worker; idle ones are reused, last in first out, and closed before the engine does."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        timeouts: Timeouts,
+        sweeper: Sweeper,
+        loop: asyncio.AbstractEventLoop,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.loop = loop
+        self._timeouts = timeouts
+        self._sweeper = sweeper
+        self._tls = (tls or ssl.create_default_context()) if endpoint.tls else None
+        self._idle: list[UpstreamConnection] = []
+        self._open: set[UpstreamConnection] = set()
+        self._closing = False
+
+    def __repr__(self) -> str:
+        return f"<UpstreamPool {self.endpoint.url} open={len(self._open)} idle={len(self._idle)}>"
+
+    @property
+    def open_connections(self) -> int:
+        return len(self._open)
+
+    def take_idle(self) -> UpstreamConnection | None:
+        """A connection that was used before, or None."""
+        now = monotonic()
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.deadline_s > now:
+                return connection
+            connection.close()
+        return None
+
+    async def connect(self) -> UpstreamConnection:
+        """A fresh connection; raises GatewayError with the cause."""
+        endpoint = self.endpoint
+        try:
+            async with asyncio.timeout(self._timeouts.connect_s):
+                if endpoint.unix_path is not None:
+                    _, protocol = await self.loop.create_unix_connection(self._protocol, endpoint.unix_path)
+                else:
+                    _, protocol = await self.loop.create_connection(
+                        self._protocol, endpoint.host, endpoint.port, ssl=self._tls
+                    )
+        except TimeoutError:
+            raise GatewayError(
+                Failure.CONNECT_TIMEOUT, "worker did not accept a connection within timeouts.connect_s"
+            ) from None
+        except (OSError, ssl.SSLError) as error:
+            raise GatewayError(Failure.CONNECT_REFUSED, f"cannot connect to worker: {error}") from None
+        return protocol
+
+    def _protocol(self) -> UpstreamConnection:
+        return UpstreamConnection(self)
+
+    def keep(self, connection: UpstreamConnection) -> None:
+        if self._closing:
+            connection.close()
+            return
+        connection.deadline_s = monotonic() + self._timeouts.upstream_keep_alive_s
+        self._idle.append(connection)
+
+    def opened(self, connection: UpstreamConnection) -> None:
+        self._open.add(connection)
+        self._sweeper.watch(connection)
+
+    def lost(self, connection: UpstreamConnection) -> None:
+        self._open.discard(connection)
+        self._sweeper.forget(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def close_idle(self) -> None:
+        """No connection is kept from here on; those in use end with their exchange."""
+        self._closing = True
+        for connection in self._idle.copy():
+            connection.close()
+
+    def close(self) -> None:
+        self.close_idle()
+        for connection in self._open.copy():
+            connection.close()

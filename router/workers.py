@@ -1,0 +1,332 @@
+"""The registry: which engine incarnations there are, in what state, and what each carries."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import structlog
+
+from kvroute.clock import Clock
+from kvroute.config import Breaker as BreakerOptions
+from kvroute.config import Health, Limits, WorkerConfig
+from kvroute.router.breaker import Breaker
+from kvroute.router.endpoint import Endpoint
+from kvroute.router.errors import Failure, GatewayError
+from kvroute.router.upstream import UpstreamPool
+from kvroute.types import EngineKind, Outcome, Worker, WorkerLoad
+
+log = structlog.get_logger(__name__)
+
+MIN_RAMP_WEIGHT = 0.1
+
+
+class State(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    UNHEALTHY = "unhealthy"
+    DRAINING = "draining"
+    GONE = "gone"
+
+
+class DuplicateWorker(Exception):
+    """A worker with this URL is already registered and not leaving."""
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A registered worker. Identity is the incarnation: the same URL twice is two members."""
+
+    worker: Worker
+    config: WorkerConfig
+    endpoint: Endpoint
+    pool: UpstreamPool
+    breaker: Breaker
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+    state: State = State.STARTING
+    leaves_when_idle: bool = False
+    good_probes: int = 0
+    bad_probes: int = 0
+    was_refused: bool = False
+    """The last probe found nobody listening: if the next is answered, the process is a new one."""
+    started_at: float | None = None
+    """The engine's own process_start_time_seconds."""
+    ready_since_s: float = 0.0
+    ramps: bool = False
+    cards: Sequence[dict[str, Any]] = ()
+    """Its cards of /v1/models, every field kept."""
+    host_line: bytes = field(init=False)
+    base_path: bytes = field(init=False)
+    url_header: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.host_line = b"Host: " + self.endpoint.authority.encode("ascii")
+        self.base_path = self.endpoint.base_path.encode("ascii")
+        self.url_header = self.endpoint.url.encode("ascii")
+
+    def __repr__(self) -> str:
+        return f"<Member {self.worker.id} {self.state.value} requests={self.load.requests} {self.breaker!r}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Eligible:
+    """Members that may take a request now; three parallel sequences, never empty."""
+
+    members: Sequence[Member]
+    workers: Sequence[Worker]
+    loads: Sequence[WorkerLoad]
+
+    @classmethod
+    def of(cls, members: Iterable[Member]) -> Eligible:
+        chosen = tuple(members)
+        return cls(chosen, tuple(m.worker for m in chosen), tuple(m.load for m in chosen))
+
+
+class Lease:
+    """The load one attempt adds to one member: charged at choice, released exactly once, always."""
+
+    __slots__ = ("_pending_tokens", "_registry", "_released", "member")
+
+    def __init__(self, registry: Registry, member: Member, prompt_tokens: int) -> None:
+        self.member = member
+        self._registry = registry
+        self._pending_tokens = prompt_tokens
+        self._released = False
+
+    def first_byte(self) -> None:
+        """Prefill is over; idempotent."""
+        self.member.load.pending_prefill_tokens -= self._pending_tokens
+        self._pending_tokens = 0
+
+    def release(self) -> None:
+        """Idempotent; the count belongs to the incarnation, so a late release touches no newcomer."""
+        if not self._released:
+            self._released = True
+            self.first_byte()
+            self._registry.released(self.member)
+
+
+class Registry:
+    """All members, and for each model the cached answer to "who may take this now"."""
+
+    def __init__(
+        self,
+        make_pool: Callable[[Endpoint], UpstreamPool],
+        *,
+        health: Health,
+        breaker: BreakerOptions,
+        limits: Limits,
+        clock: Clock,
+        seed: int = 0,
+    ) -> None:
+        self._make_pool = make_pool
+        self._health = health
+        self._breaker = breaker
+        self._limits = limits
+        self._clock = clock
+        self._random = random.Random(seed)
+        self._numbers = itertools.count(1)
+        self.members: dict[str, Member] = {}
+        self._eligible: dict[str | None, Eligible] = {}
+        self._models: frozenset[str] = frozenset()
+        self._ramping: set[Member] = set()
+        self._stale_at_s = float("inf")
+        self._listeners: list[Callable[[Member], None]] = []
+
+    def __repr__(self) -> str:
+        return f"<Registry {list(self.members.values())!r}>"
+
+    def on_change(self, listener: Callable[[Member], None]) -> None:
+        """Call `listener` with a member that was added or changed state."""
+        self._listeners.append(listener)
+
+    # --- membership ----------------------------------------------------------------------------
+
+    def add(self, config: WorkerConfig) -> Member:
+        """Register a worker in state starting; DuplicateWorker if its URL is already taken."""
+        endpoint = Endpoint.parse(config.url)
+        for other in self.members.values():
+            if other.endpoint.url == endpoint.url and other.state is not State.DRAINING:
+                raise DuplicateWorker(f"worker {endpoint.url} is already registered as {other.worker.id}")
+        worker = Worker(
+            id=f"{endpoint.url.partition('://')[2]}#{next(self._numbers)}",
+            url=endpoint.url,
+            role=config.role,
+            engine=config.engine or EngineKind.OPENAI,
+        )
+        member = Member(worker, config, endpoint, self._make_pool(endpoint), Breaker(self._breaker))
+        self.members[worker.id] = member
+        self._notify(member)
+        return member
+
+    def drain(self, member: Member) -> None:
+        """Hide from choices; requests in flight go on."""
+        if member.state not in (State.DRAINING, State.GONE):
+            self.set_state(member, State.DRAINING)
+
+    def remove(self, member: Member) -> None:
+        """Drain, then forget as soon as nothing is in flight."""
+        member.leaves_when_idle = True
+        self.drain(member)
+        if member.load.requests == 0:
+            self._forget(member)
+
+    def replace(self, member: Member) -> Member:
+        """The engine behind the URL is a new process: a new incarnation that has to become ready."""
+        log.info("worker restarted", worker=member.worker.id)
+        self.remove(member)
+        return self.add(member.config)
+
+    def _forget(self, member: Member) -> None:
+        if self.members.pop(member.worker.id, None) is not None:
+            member.pool.close()
+            self.set_state(member, State.GONE)
+
+    # --- state ---------------------------------------------------------------------------------
+
+    def set_state(self, member: Member, state: State) -> None:
+        if member.state is state or member.state is State.GONE:
+            return
+        if member.state is State.DRAINING and state is not State.GONE:
+            return
+        log.info("worker state", worker=member.worker.id, state=state.value, was=member.state.value)
+        if member.state is State.STARTING and state is State.READY:
+            member.ready_since_s = self._clock()
+            if self._health.slow_start_s > 0:
+                self._ramping.add(member)
+        if state in (State.DRAINING, State.GONE):
+            self._ramping.discard(member)
+        member.state = state
+        self._notify(member)
+
+    def update(self, member: Member, **changes: Any) -> None:
+        """Discovery learned something about the engine; the incarnation stays the same."""
+        worker = dataclasses.replace(member.worker, **changes)
+        if worker != member.worker:
+            member.worker = worker
+            self._notify(member)
+
+    def _notify(self, member: Member) -> None:
+        self.changed()
+        for listener in self._listeners:
+            listener(member)
+
+    def changed(self) -> None:
+        """Forget cached answers."""
+        self._eligible.clear()
+        live = [m for m in self.members.values() if m.state is not State.GONE]
+        self._models = frozenset(name for m in live for name in m.worker.models)
+        opens = [m.breaker.open_until_s for m in live if m.breaker.open_until_s is not None]
+        now = self._clock()
+        self._stale_at_s = min((at for at in opens if at > now), default=float("inf"))
+
+    # --- choosing ------------------------------------------------------------------------------
+
+    @property
+    def models(self) -> frozenset[str]:
+        """Names that some worker serves; labels and error messages use no others."""
+        return self._models
+
+    @property
+    def usable(self) -> bool:
+        """At least one worker could be given a request."""
+        return any(m.state in (State.READY, State.UNHEALTHY) for m in self.members.values())
+
+    def eligible(self, model: str | None, now_s: float) -> Eligible:
+        """Who may take a request for `model`; raises GatewayError 404, 429 or 503."""
+        if now_s >= self._stale_at_s:
+            self.changed()
+        key = model if model is None or model in self._models else ""
+        found = self._eligible.get(key)
+        if found is None:
+            found = self._eligible[key] = self._find(model, now_s)
+        return self._without_ramping(found, now_s) if self._ramping else found
+
+    def _find(self, model: str | None, now_s: float) -> Eligible:
+        serving = [m for m in self.members.values() if m.worker.serves(model)]
+        if not serving and self.members:
+            known = ", ".join(sorted(self._models)) or "none"
+            raise GatewayError(
+                Failure.MODEL_NOT_FOUND,
+                f"The model `{model}` does not exist. Known models: {known}",
+                param="model",
+            )
+        reachable = [m for m in serving if m.state in (State.READY, State.UNHEALTHY)]
+        if not reachable:
+            states = (
+                ", ".join(f"{m.worker.url} {m.state.value}" for m in serving) or "no worker is registered"
+            )
+            raise GatewayError(
+                Failure.NO_WORKER, f"no worker can take this request: {states}", retry_after_s=1
+            )
+        limit = self._limits.requests_per_worker
+        with_room = [m for m in reachable if m.load.requests < limit]
+        if not with_room:
+            message = f"every worker has {limit} requests in flight (limits.requests_per_worker)"
+            raise GatewayError(Failure.OVERLOADED, message, retry_after_s=1)
+        # When no worker is well, trying one beats refusing: probes can be wrong.
+        well = [m for m in with_room if m.state is State.READY and m.breaker.allows(now_s)]
+        return Eligible.of(well or with_room)
+
+    def _without_ramping(self, found: Eligible, now_s: float) -> Eligible:
+        """Leave each ramping member out of this choice with probability 1 - weight (slow start)."""
+        ramp_s = self._health.slow_start_s
+        for member in [m for m in self._ramping if now_s - m.ready_since_s >= ramp_s]:
+            self._ramping.discard(member)
+        if not self._ramping or self._ramping.issuperset(found.members):
+            return found
+        kept = [
+            m
+            for m in found.members
+            if m not in self._ramping
+            or self._random.random() < max(MIN_RAMP_WEIGHT, (now_s - m.ready_since_s) / ramp_s)
+        ]
+        return found if len(kept) == len(found.members) else Eligible.of(kept)
+
+    # --- load ----------------------------------------------------------------------------------
+
+    def charge(self, member: Member, prompt_tokens: int, now_s: float) -> Lease:
+        """Add one request to `member`; the same synchronous step as the choice."""
+        load = member.load
+        load.requests += 1
+        load.pending_prefill_tokens += prompt_tokens
+        trial = member.breaker.open_until_s is not None and member.breaker.sent(now_s)
+        if trial or load.requests == self._limits.requests_per_worker:
+            self.changed()
+        return Lease(self, member, prompt_tokens)
+
+    def released(self, member: Member) -> None:
+        member.load.requests -= 1
+        if member.load.requests == self._limits.requests_per_worker - 1:
+            self.changed()
+        if member.leaves_when_idle and member.load.requests == 0:
+            self._forget(member)
+
+    def observe(self, member: Member, outcome: Outcome) -> None:
+        """Real traffic counts for health and breaker. 4xx and a client that left say nothing."""
+        was_open = member.breaker.open_until_s
+        if outcome.failure is not None:
+            member.breaker.failure(self._clock())
+        elif outcome.failure is None and outcome.status is not None and outcome.status < 400:
+            member.breaker.success()
+            member.bad_probes = 0
+            if member.state is State.UNHEALTHY:
+                self.set_state(member, State.READY)
+        else:
+            member.breaker.no_verdict()
+        if was_open is not None or member.breaker.open_until_s is not None:
+            self.changed()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the books do not balance."""
+        for member in self.members.values():
+            assert member.load.requests >= 0, member
+            assert member.load.pending_prefill_tokens >= 0, member
+            assert member.load.requests > 0 or member.load.pending_prefill_tokens == 0, member
+            assert member.state is not State.GONE, member
+        assert self._ramping <= set(self.members.values())

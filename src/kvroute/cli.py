@@ -1,0 +1,110 @@
+"""The `kvroute` command."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+import uvloop
+
+from kvroute import __version__
+from kvroute.config import Config, ConfigError, load, show
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Cache-aware request router for fleets of LLM engines.",
+)
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", envvar="KVROUTE_CONFIG", help="YAML file; environment and flags are stronger."),
+]
+Host = Annotated[str | None, typer.Option(help="Address to listen on [default: 127.0.0.1].")]
+Port = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one [default: 8080].")]
+PolicyName = Annotated[
+    str | None, typer.Option("--policy", help="Policy by name [default: prefix_affinity].")
+]
+ShadowName = Annotated[
+    str | None, typer.Option("--shadow-policy", help="A policy that decides without effect.")
+]
+Workers = Annotated[
+    list[str] | None,
+    typer.Option("--worker", help="URL of an engine; repeat for more. http, https or unix:///path."),
+]
+AdminPort = Annotated[int | None, typer.Option("--admin-port", help="Port of the admin API [default: 8081].")]
+LogLevel = Annotated[str | None, typer.Option("--log-level", help="debug, info, warning or error.")]
+
+
+def _resolve(path: Path | None, **flags: Any) -> Config:
+    """The configuration, or exit status 2 with the reason."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    if "admin_port" in given:
+        given["admin"] = {"port": given.pop("admin_port")}
+    try:
+        return load(path, given)
+    except ConfigError as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"kvroute: {message}", err=True)
+    raise typer.Exit(2)
+
+
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    uvloop.run(main)
+
+
+@app.command()
+def serve(
+    config: ConfigFile = None,
+    host: Host = None,
+    port: Port = None,
+    policy: PolicyName = None,
+    shadow_policy: ShadowName = None,
+    worker: Workers = None,
+    admin_port: AdminPort = None,
+    log_level: LogLevel = None,
+) -> None:
+    """Route requests to the workers."""
+    from kvroute.router import logs
+    from kvroute.router.server import GatewayServer, PortInUse
+
+    resolved = _resolve(
+        config,
+        host=host,
+        port=port,
+        policy=policy,
+        shadow_policy=shadow_policy,
+        workers=worker or None,
+        admin_port=admin_port,
+        log_level=log_level,
+    )
+    logs.configure(resolved.log_level)
+    try:
+        _run(GatewayServer(resolved).run())
+    except (ConfigError, PortInUse) as error:
+        _fail(str(error))
+
+
+@app.command(name="config")
+def show_config(config: ConfigFile = None) -> None:
+    """Print the configuration as `serve` would use it, as YAML; secrets are masked."""
+    from kvroute.router.server import GatewayServer
+
+    resolved = _resolve(config)
+    try:
+        GatewayServer(resolved)
+    except ConfigError as error:
+        _fail(str(error))
+    typer.echo(show(resolved), nl=False)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(f"kvroute {__version__}")
