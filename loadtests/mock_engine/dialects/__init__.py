@@ -1,0 +1,8 @@
+"""The generation APIs, by path."""
+
+from kvroute.loadtests.mock_engine.dialects import chat, completions
+from kvroute.loadtests.mock_engine.dialects.base import Dialect
+
+DIALECTS: dict[str, Dialect] = {module.DIALECT.path: module.DIALECT for module in (chat, completions)}
+
+__all__ = ["DIALECTS", "Dialect"]

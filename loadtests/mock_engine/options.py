@@ -1,0 +1,98 @@
+"""What a fleet of mock engines is made of."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from kvroute.loadtests.mock_engine.faults import Faults
+from kvroute.loadtests.mock_engine.speeds import SPEEDS, Speed
+
+
+@dataclass(frozen=True, slots=True)
+class MockOptions:
+    """Frozen and validated: ValueError names the field at fault."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """Engine i listens on port + i; 0 takes free ports."""
+    engines: int = 1
+    seed: int = 0
+    """Of the output text, and of each engine's own block hashes."""
+    model: str = "mock"
+    adapters: tuple[str, ...] = ()
+    """LoRA names served from the start."""
+    preset: str = "llama-3.1-8b-h100-tp1"
+    """Row of the speed table, see `speeds.SPEEDS`."""
+    step_scale: float = 1.0
+    """Multiplies every step's time (k of the engine model)."""
+    step_offset_s: float = 0.0
+    """Added to every step's time (o of the engine model)."""
+    request_overhead_s: float = 0.0156
+    """Between a request's arrival and its place in the queue."""
+    speed: float = 1.0
+    """Simulated seconds per real second; infinity answers at once."""
+    block_size_tokens: int = 16
+    kv_blocks: int | None = None
+    """None: as many as the preset has room for."""
+    max_model_len_tokens: int | None = None
+    """Longest prompt plus output; None: 131072, or what fits in the KV blocks."""
+    max_batched_tokens: int = 8192
+    max_sequences: int = 256
+    output_tokens: int = 32
+    """Length at which an answer ends by itself, when the request allows that many."""
+    kv_events: bool = False
+    """Publish KV cache events over ZMQ."""
+    kv_event_replay_batches: int = 10_000
+    close_idle_s: float | None = 5.0
+    """Idle keep-alive connections are closed after this; None: never."""
+    journal_requests: int = 64
+    """Requests kept whole (headers and body) for /debug."""
+    journal_ids: int = 4096
+    """Request ids and block hashes shown in /debug."""
+    faults: Faults = field(default_factory=Faults)
+    """How every engine misbehaves from the start."""
+
+    def __post_init__(self) -> None:
+        if self.preset not in SPEEDS:
+            raise ValueError(f"preset {self.preset!r} is unknown; known: {', '.join(SPEEDS)}")
+        if not self.model:
+            raise ValueError("model must not be empty")
+        if math.isnan(self.speed) or self.speed <= 0:
+            raise ValueError(f"speed must be above 0, got {self.speed}")
+        if not 0 <= self.port <= 65535 or (self.port and self.port + self.engines - 1 > 65535):
+            raise ValueError(f"port {self.port} leaves no room for {self.engines} engines")
+        for name in ("engines", "block_size_tokens", "max_batched_tokens", "max_sequences", "output_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("kv_blocks", "max_model_len_tokens"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("request_overhead_s", "step_offset_s", "journal_requests", "journal_ids"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.step_scale <= 0 or (self.close_idle_s is not None and self.close_idle_s <= 0):
+            raise ValueError("step_scale and close_idle_s must be above 0")
+
+    @property
+    def instant(self) -> bool:
+        """True when the scheduler adds no delay."""
+        return math.isinf(self.speed)
+
+    @property
+    def step_speed(self) -> Speed:
+        """The preset's row, calibrated."""
+        return SPEEDS[self.preset].calibrated(self.step_scale, self.step_offset_s * 1e3)
+
+    @property
+    def capacity_blocks(self) -> int:
+        """KV blocks of each engine."""
+        if self.kv_blocks is not None:
+            return self.kv_blocks
+        return max(1, SPEEDS[self.preset].kv_tokens // self.block_size_tokens)
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest prompt plus output, in tokens, that an engine takes."""
+        capacity = self.capacity_blocks * self.block_size_tokens
+        return min(self.max_model_len_tokens or 131_072, capacity)
