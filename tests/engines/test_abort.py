@@ -53,7 +53,8 @@ def test_stream_that_is_left(
 ) -> None:
     with client.stream("POST", f"{gateway.url}/v1/completions", json={**LONG, "stream": True}) as response:
         engine = serving(response, engines)
-        assert b"data: " in next(response.iter_raw())
+        chunks = response.iter_raw()  # kept: a generator that is collected closes the connection
+        assert b"data: " in next(chunks)
         assert eventually(lambda: engine.running_requests() == 1, 5) is not None
     assert_stopped(engines, before)
 
