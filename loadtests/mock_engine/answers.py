@@ -188,11 +188,9 @@ class TokenAnswer(Answer):
         part = 0 if self._order is None else self._order[self.sent]
         index = self._part_sent[part]
         self._part_sent[part] = index + 1
-        event = self.script.token(part, index)
-        if not self.sent:
-            event = self.script.opening() + event
+        opening = b"" if self.sent else self.script.opening()
         self.sent += 1
-        return event
+        return opening + self.script.token(part, index)
 
 
 class PlainAnswer(TokenAnswer):

@@ -6,7 +6,7 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import orjson
 
@@ -55,8 +55,11 @@ class Call:
     tool_argument: str = "input"
     tool_finish: str = "stop"
     salt: str | None = None
+    batch: bool = False
+    """The prompts came as a list, so the answers do."""
     created: int = field(default_factory=lambda: int(time.time()))
     cached_tokens_lie: int | None = None
+    """Reported in place of the truth."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -120,8 +123,6 @@ class Dialect:
 
 class ScriptBase:
     """Plain SSE around JSON, as OpenAI's older APIs have it."""
-
-    id_prefix: ClassVar[str] = ""
 
     def __init__(self, call: Call, words: Words) -> None:
         self.call = call
