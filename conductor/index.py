@@ -136,6 +136,8 @@ class ApproximateIndex:
             if not holders[child] & bit:
                 holders[child] |= bit
                 self._held[bit] += len(runs[child]) >> 3
+                if tree.join_only_child(node):
+                    child = node
             node, depth = child, end
         return node
 
@@ -208,6 +210,9 @@ class ApproximateIndex:
             if holders & alive != holders:
                 tree.holders[row] = holders & alive
                 self._drop_unheld(row, alive)
+                if row < len(tree.runs) and tree.runs[row]:
+                    tree.join_only_child(row)
+                    tree.join_only_child(tree.parent[row])
             self._cursor = row + 1
         return self._sweeping != 0
 

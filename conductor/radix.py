@@ -19,7 +19,8 @@ ROOT = 0
 KEY_BYTES = 8
 NODE_BYTES = 400
 """A node beyond its keys: four list slots, the run's own object, the parent's child entry with its key, the
-recency entry, the integers. tracemalloc finds 250 to 400 as the tables grow by doubling; the tests check."""
+recency entry, the integers, and for an inner node its table of children. tracemalloc finds 230 to 310 for
+a flat tree as the tables grow, up to 400 for one that branches in twos; the tests check."""
 JOIN_CHILDREN = 64
 """A node with more children is not worth moving them to undo a split."""
 KEPT_ROWS = 1024
@@ -102,22 +103,30 @@ class RadixTree:
         self._free_row(leaf)
         if above == ROOT:
             return
-        if not siblings:
+        if siblings:
+            self.join_only_child(above)
+        else:
             self.children[above] = None
-        elif len(siblings) == 1:
-            self._join(above, next(iter(siblings.values())))
 
-    def _join(self, node: int, child: int) -> None:
-        """Undo a split: an only child's run goes to its parent, if the same holders have both."""
+    def join_only_child(self, node: int) -> bool:
+        """Undo a split: an only child's run goes to its parent, if the same holders have both. True if done.
+
+        To be tried wherever a node loses a child or the holders of either change.
+        """
+        siblings = self.children[node]
+        if node == ROOT or siblings is None or len(siblings) != 1:
+            return False
+        child = next(iter(siblings.values()))
         below = self.children[child]
         if self.holders[node] != self.holders[child] or (below is not None and len(below) > JOIN_CHILDREN):
-            return
+            return False
         self.runs[node] += self.runs[child]
         self.children[node] = below
         if below is not None:
             for grandchild in below.values():
                 self.parent[grandchild] = node
         self._free_row(child)
+        return True
 
     def _new_row(self, parent: int, run: bytes, holders: int) -> int:
         self.nodes += 1

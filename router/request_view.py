@@ -2,7 +2,8 @@
 
 The gateway refuses only what it cannot route on: a body that is not JSON, not an object, or names its
 model by something other than a string, on the generation routes. Anything else passes and the engine
-judges it, an empty body and one of another content type included. A prompt that gives no keys says why, by one of `NO_KEYS`.
+judges it, an empty body and one of another content type included. A prompt that gives no keys says why,
+by one of `NO_KEYS`.
 """
 
 from __future__ import annotations
