@@ -121,8 +121,12 @@ def _message(out: list[bytes], message: Any) -> None:
     if not isinstance(message, dict) or "role" not in message:
         out += (_PART, _digest(message))  # a tool call or its output among the items of /v1/responses
         return
-    out += (_ROLE, _plain(message["role"]))
     get = message.get
+    role, content = message["role"], get("content")
+    if len(message) == 2 and isinstance(content, str) and isinstance(role, str):
+        out += (_ROLE, _utf8(role), _TEXT, _utf8(content))  # nearly every message
+        return
+    out += (_ROLE, _plain(role))
     if name := get("name"):
         out += (_NAME, _plain(name))
     if call_id := get("tool_call_id"):
@@ -130,7 +134,6 @@ def _message(out: list[bytes], message: Any) -> None:
     if reasoning := get("reasoning_content") or get("reasoning"):
         out += (_REASONING, _plain(reasoning))
     out.append(_TEXT)
-    content = get("content")
     if isinstance(content, str):
         out.append(_utf8(content))
     elif content is not None:
