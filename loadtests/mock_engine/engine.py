@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import orjson
 import xxhash
@@ -20,19 +18,18 @@ from kvroute.loadtests.mock_engine.answers import (
     unauthorized,
 )
 from kvroute.loadtests.mock_engine.block_cache import BlockCache
-from kvroute.loadtests.mock_engine.block_keys import block_keys, root_key
 from kvroute.loadtests.mock_engine.connection import Connection
 from kvroute.loadtests.mock_engine.dialects import DIALECTS
-from kvroute.loadtests.mock_engine.dialects.base import Body, Call, Defaults, Dialect, Part
+from kvroute.loadtests.mock_engine.dialects.base import Dialect
 from kvroute.loadtests.mock_engine.events import EventPublisher
-from kvroute.loadtests.mock_engine.faults import CLEAN, FAULT_HEADER, FaultError, Faults, parse_header
-from kvroute.loadtests.mock_engine.journal import Entry, Journal
+from kvroute.loadtests.mock_engine.faults import CLEAN, FaultError, Faults
+from kvroute.loadtests.mock_engine.intake import Intake, faults_for
+from kvroute.loadtests.mock_engine.journal import Journal
 from kvroute.loadtests.mock_engine.metrics import EngineMetrics
 from kvroute.loadtests.mock_engine.options import MockOptions
 from kvroute.loadtests.mock_engine.routes import ROUTES, UNGUARDED
 from kvroute.loadtests.mock_engine.scheduler import Outcome, Phase, Scheduler, Sequence
-from kvroute.loadtests.mock_engine.tokens import Words, plain_words, wide_words
-from kvroute.loadtests.mock_engine.wire import ApiError, Request, invalid, json_response, rejected
+from kvroute.loadtests.mock_engine.wire import ApiError, Request, json_response, rejected
 
 
 class MockEngine:
@@ -74,6 +71,8 @@ class MockEngine:
             options.max_batched_tokens,
             options.max_sequences,
         )
+        self._adapter_ids: dict[str, int] = {}
+        self.intake = Intake(options, self.hash_seed, self.adapters)
         self.metrics = EngineMetrics(self)
         self._wake = asyncio.Event()
 
@@ -97,6 +96,10 @@ class MockEngine:
     def close_idle_s(self) -> float | None:
         """Seconds an idle connection lives."""
         return self.options.close_idle_s if self.faults.close_idle is None else self.faults.close_idle
+
+    def adapter_id(self, name: str) -> int:
+        """The integer vLLM gives an adapter, in order of first use."""
+        return self._adapter_ids.setdefault(name, len(self._adapter_ids) + 1)
 
     # Life.
 
@@ -191,86 +194,30 @@ class MockEngine:
             connection.reply(json_response(orjson.loads(error.body), error.status))
 
     def _generate(self, connection: Connection, request: Request, dialect: Dialect) -> None:
-        body, error = _parsed(request.body)
-        id = self._request_id(request, body, dialect)
-        entry = self.journal.open(id, request)
+        refusal: ApiError | None = None
         try:
-            faults, restart_s = self._faults_for(request)
-        except FaultError as fault:
-            faults, restart_s, error = CLEAN, None, rejected(str(fault))
+            faults, restart_s = faults_for(request, self.faults)
+        except FaultError as error:
+            faults, restart_s, refusal = CLEAN, None, rejected(str(error))
         if restart_s is not None:
             self.begin_restart(restart_s)
+        reading = self.intake.read(dialect, request.body, faults)
+        refusal = refusal or reading.error
+        id = request.header(b"x-request-id") or reading.id or self._new_id()
+        entry = self.journal.open(id, request)
         if faults.hang or faults.die_before or faults.status or faults.no_content or faults.error_body:
             Misbehaviour(self, connection, request, entry, faults).start()
-            return
-        try:
-            if error is not None:
-                raise error
-            answer = self._understood(connection, request, entry, dialect, body, faults)
-        except ApiError as refusal:
-            Answer(self, connection, request, entry, faults).refuse(refusal)
-            return
-        self._submit(answer)
+        elif reading.call is None or refusal is not None:
+            Answer(self, connection, request, entry, faults).refuse(refusal or rejected("not understood"))
+        else:
+            call = reading.call.copy(dialect.id_prefix + id, faults.cached_tokens)
+            kind = StreamAnswer if call.stream else PlainAnswer
+            script = dialect.script(call, reading.words)
+            self._submit(kind(self, connection, request, entry, faults, call, script))
 
-    def _understood(
-        self,
-        connection: Connection,
-        request: Request,
-        entry: Entry,
-        dialect: Dialect,
-        body: Body,
-        faults: Faults,
-    ) -> TokenAnswer:
-        """The request as an answer in the making; `ApiError` refuses it."""
-        options = self.options
-        model = body.get("model") or options.model
-        if model != options.model and model not in self.adapters:
-            raise ApiError(404, f"The model `{model}` does not exist.", "NotFoundError", "model")
-        defaults = Defaults(options.model, options.max_tokens, options.output_tokens, faults.n)
-        call = dialect.parse(body, entry.id, defaults)
-        call.cached_tokens_lie = faults.cached_tokens
-        words = (wide_words if faults.unicode else plain_words)(options.seed)
-        for index, part in enumerate(call.parts):
-            part.start = words.start(zlib.crc32(part.tokens.tobytes()))
-            part.sequence = self._sequence(call, index, part, words)
-        kind = StreamAnswer if call.stream else PlainAnswer
-        return kind(self, connection, request, entry, faults, call, dialect.script(call, words))
-
-    def _sequence(self, call: Call, index: int, part: Part, words: Words) -> Sequence:
-        """What the scheduler sees of a prompt; more events than the context has room for need no KV."""
-        output = min(part.output_tokens, self.options.max_tokens - len(part.tokens))
-        lora = call.model if call.model in self.adapters else None
-        tokens = part.tokens + words.tokens(part.start, output - 1)
-        keys = block_keys(tokens, self.options.block_size_tokens, root_key(self.hash_seed, lora, call.salt))
-        return Sequence(f"{call.id}-{index}", len(part.tokens), output, keys, payload=tokens)
-
-    def _request_id(self, request: Request, body: Body, dialect: Dialect) -> str:
-        given = request.header(b"x-request-id")
-        if given is None:
-            given = next((v for name in dialect.id_fields if isinstance(v := body.get(name), str)), None)
-        if given is not None:
-            return given
+    def _new_id(self) -> str:
         self._requests += 1
         return f"{self.options.seed & 0xFFFF:04x}{self.index:04x}{self.incarnation:04x}{self._requests:020x}"
-
-    def _faults_for(self, request: Request) -> tuple[Faults, float | None]:
-        """The faults of one request, and the seconds of a restart it asks for."""
-        header = request.header(FAULT_HEADER)
-        faults = self.faults
-        if header is None and faults == CLEAN:
-            return CLEAN, None
-        if faults.times is not None:
-            if faults.times:
-                faults.times -= 1
-            else:
-                faults = CLEAN
-        settings: dict[str, Any] = {} if header is None else dict(parse_header(header))
-        restart = settings.pop("restart", None)
-        try:
-            restart_s = None if restart is None else float(restart)
-        except ValueError as error:
-            raise FaultError(f"fault restart={restart!r}: expected float") from error
-        return faults.merged(settings), restart_s
 
     # Tokens.
 
@@ -287,8 +234,9 @@ class MockEngine:
         if answer.ended:
             return
         for index, part in enumerate(answer.call.parts):
-            assert part.sequence is not None
-            part.sequence.payload = (answer, index, part.sequence.payload)
+            part.sequence = Sequence(
+                answer.call.id, len(part.tokens), part.kv_output_tokens, part.keys, (answer, index)
+            )
             self.scheduler.add(part.sequence)
         if self.options.instant:
             self._admit_instantly()
@@ -301,7 +249,7 @@ class MockEngine:
         outcome = self.scheduler.admit_instantly()
         self._publish(outcome)
         for sequence in outcome.tokens:
-            answer, index, _ = sequence.payload
+            answer, index = sequence.payload
             self.metrics.started(answer)
             answer.on_tokens(index, answer.call.parts[index].output_tokens)
 
@@ -323,7 +271,7 @@ class MockEngine:
             outcome = self.scheduler.complete(step)
             self._publish(outcome)
             for sequence in outcome.tokens:
-                answer, index, _ = sequence.payload
+                answer, index = sequence.payload
                 extra = 0
                 if sequence.generated_tokens == sequence.output_tokens:
                     extra = answer.call.parts[index].output_tokens - sequence.output_tokens
@@ -342,7 +290,7 @@ class MockEngine:
         self.metrics.ended(answer, outcome)
         for part in answer.call.parts:
             sequence = part.sequence
-            if sequence is None or not isinstance(sequence.payload, tuple):
+            if sequence is None:
                 continue
             if self.options.instant and outcome == "finished" and sequence.phase is Phase.DECODING:
                 finished = self.scheduler.finish_instantly(sequence, sequence.output_tokens)
@@ -352,14 +300,3 @@ class MockEngine:
         if self.options.instant and self.scheduler.waiting:
             self._admit_instantly()
         self._wake.set()
-
-
-def _parsed(body: bytes) -> tuple[Body, ApiError | None]:
-    """The JSON object of a request, or what is wrong with it."""
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        return {}, invalid(f"1 validation error:\n  ('body', {error.pos}): JSON decode error: {error.msg}")
-    if not isinstance(value, dict):
-        return {}, invalid("1 validation error:\n  ('body',): Input should be a valid dictionary")
-    return value, None

@@ -140,9 +140,9 @@ class EventPublisher:
 
 def _stored(engine: MockEngine, stored: Stored) -> dict[str, Any]:
     sequence, size = stored.sequence, engine.options.block_size_tokens
-    answer, _, tokens = sequence.payload
-    call = answer.call
-    lora = call.model if call.model in engine.adapters else None
+    answer, part = sequence.payload
+    call, tokens = answer.call, answer.call.parts[part].all_tokens
+    lora = call.lora
     extras = [
         list(filter(None, (lora, call.salt if i == 0 else None))) for i in range(stored.start, stored.stop)
     ]
@@ -152,7 +152,7 @@ def _stored(engine: MockEngine, stored: Stored) -> dict[str, Any]:
         "parent_block_hash": sequence.keys[stored.start - 1] if stored.start else None,
         "token_ids": tokens[stored.start * size : stored.stop * size].tolist(),
         "block_size": size,
-        "lora_id": None if lora is None else list(engine.adapters).index(lora) + 1,
+        "lora_id": None if lora is None else engine.adapter_id(lora),
         "medium": "GPU",
         "lora_name": lora,
         "extra_keys": [extra or None for extra in extras],

@@ -186,6 +186,7 @@ def load_adapter(engine: MockEngine, connection: Connection, request: Request) -
     if name in engine.adapters and not body.get("load_inplace"):
         raise ApiError(400, f"The lora adapter '{name}' has already been loaded.", "InvalidUserInput")
     engine.adapters[name] = path
+    engine.intake.forget()
     text = f"Success: LoRA adapter '{name}' added successfully.".encode()
     connection.reply(response(200, text, b"text/plain; charset=utf-8"))
 
@@ -197,6 +198,7 @@ def unload_adapter(engine: MockEngine, connection: Connection, request: Request)
         raise ApiError(400, "'lora_name' needs to be provided to unload a LoRA adapter.", "InvalidUserInput")
     if engine.adapters.pop(name, None) is None:
         raise ApiError(404, f"The lora adapter '{name}' cannot be found.", "NotFoundError")
+    engine.intake.forget()
     text = f"Success: LoRA adapter '{name}' removed successfully.".encode()
     connection.reply(response(200, text, b"text/plain; charset=utf-8"))
 

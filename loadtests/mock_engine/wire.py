@@ -30,13 +30,14 @@ class Request:
     body: bytes
     keep_alive: bool
     http_1_0: bool = False
+    _by_name: dict[bytes, bytes] | None = None
 
     def header(self, name: bytes) -> str | None:
-        """The first header of that lower-case name."""
-        for key, value in self.headers:
-            if key.lower() == name:
-                return value.decode("latin-1")
-        return None
+        """The header of that lower-case name; the last one when there are several."""
+        if self._by_name is None:
+            self._by_name = {key.lower(): value for key, value in self.headers}
+        value = self._by_name.get(name)
+        return None if value is None else value.decode("latin-1")
 
 
 class ApiError(Exception):

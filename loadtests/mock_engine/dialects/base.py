@@ -34,18 +34,36 @@ class Part:
     """One prompt of a call and its answer."""
 
     tokens: array[int]
-    start: int = 0
-    """Where in the words its output begins."""
     output_tokens: int = 1
     finish_reason: str = "stop"
+    start: int = 0
+    """Where in the words its output begins."""
+    kv_output_tokens: int = 1
+    """Output the scheduler is asked for."""
+    all_tokens: array[int] = field(default_factory=lambda: array("I"))
+    """Prompt and output, as far as they are ever cached."""
+    keys: list[int] = field(default_factory=list)
+    """Of the full blocks of `all_tokens`."""
     sequence: Sequence | None = None
+    """Once queued."""
+
+    def copy(self) -> Part:
+        """For another request of the same text."""
+        return Part(
+            self.tokens,
+            self.output_tokens,
+            self.finish_reason,
+            self.start,
+            self.kv_output_tokens,
+            self.all_tokens,
+            self.keys,
+        )
 
 
 @dataclass(slots=True)
 class Call:
     """A generation request, understood."""
 
-    id: str
     model: str
     parts: list[Part]
     stream: bool = False
@@ -55,11 +73,31 @@ class Call:
     tool_argument: str = "input"
     tool_finish: str = "stop"
     salt: str | None = None
+    lora: str | None = None
     batch: bool = False
     """The prompts came as a list, so the answers do."""
-    created: int = field(default_factory=lambda: int(time.time()))
+    id: str = ""
+    created: int = 0
     cached_tokens_lie: int | None = None
     """Reported in place of the truth."""
+
+    def copy(self, id: str, cached_tokens_lie: int | None) -> Call:
+        """For one request of that body."""
+        return Call(
+            self.model,
+            [part.copy() for part in self.parts],
+            self.stream,
+            self.include_usage,
+            self.tool,
+            self.tool_argument,
+            self.tool_finish,
+            self.salt,
+            self.lora,
+            self.batch,
+            id,
+            int(time.time()),
+            cached_tokens_lie,
+        )
 
     @property
     def prompt_tokens(self) -> int:
@@ -114,11 +152,13 @@ class Dialect:
     """How one path is parsed and answered."""
 
     path: str
-    parse: Callable[[Body, str, Defaults], Call]
-    """(body, request id, defaults) -> call; `ApiError` refuses."""
+    parse: Callable[[Body, Defaults], Call]
+    """`ApiError` refuses."""
     script: Callable[[Call, Words], Script]
-    id_fields: tuple[str, ...] = ("request_id",)
-    """Body fields that name the request when no header does."""
+    id_prefix: str
+    """Before the request's id, in what the body calls itself."""
+    id_field: str = "request_id"
+    """Body field that names the request when no header does."""
 
 
 class ScriptBase:

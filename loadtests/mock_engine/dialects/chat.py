@@ -22,7 +22,7 @@ from kvroute.loadtests.mock_engine.tokens import Words, render_chat, tokenize
 from kvroute.loadtests.mock_engine.wire import invalid, rejected
 
 
-def parse(body: Body, id: str, defaults: Defaults) -> Call:
+def parse(body: Body, defaults: Defaults) -> Call:
     messages = body.get("messages")
     if not isinstance(messages, list):
         raise invalid("1 validation error:\n  ('body', 'messages'): Field required", "messages")
@@ -34,7 +34,7 @@ def parse(body: Body, id: str, defaults: Defaults) -> Call:
     part = Part(chat_tokens(messages, tools, bool(field_of(body, "add_generation_prompt", bool, True))))
     limit = field_of(body, "max_completion_tokens", int, field_of(body, "max_tokens", int))
     plan_output(part, defaults, limit, field_of(body, "min_tokens", int, 0))
-    call = Call(f"chatcmpl-{id}", body.get("model") or defaults.model, [part], stream, include_usage)
+    call = Call(body.get("model") or defaults.model, [part], stream, include_usage)
     call.salt = field_of(body, "cache_salt", str)
     _choose_tool(call, tools, choice)
     return call
@@ -166,4 +166,4 @@ class ChatScript(ScriptBase):
         )
 
 
-DIALECT = Dialect("/v1/chat/completions", parse, ChatScript)
+DIALECT = Dialect("/v1/chat/completions", parse, ChatScript, "chatcmpl-")

@@ -23,7 +23,7 @@ from kvroute.loadtests.mock_engine.tokens import Words, tokenize
 from kvroute.loadtests.mock_engine.wire import invalid, rejected
 
 
-def parse(body: Body, id: str, defaults: Defaults) -> Call:
+def parse(body: Body, defaults: Defaults) -> Call:
     stream, include_usage = check_stream_options(body)
     if field_of(body, "n", int, 1) != 1:
         raise rejected("The mock engine answers n=1 only.", "n")
@@ -31,7 +31,7 @@ def parse(body: Body, id: str, defaults: Defaults) -> Call:
     limit, least = field_of(body, "max_tokens", int), field_of(body, "min_tokens", int, 0)
     for part in parts:
         plan_output(part, defaults, limit, least)
-    call = Call(f"cmpl-{id}", body.get("model") or defaults.model, parts, stream, include_usage)
+    call = Call(body.get("model") or defaults.model, parts, stream, include_usage)
     call.salt = field_of(body, "cache_salt", str)
     return call
 
@@ -115,4 +115,4 @@ class CompletionScript(ScriptBase):
         return orjson.dumps(self._envelope(choices))
 
 
-DIALECT = Dialect("/v1/completions", parse, CompletionScript)
+DIALECT = Dialect("/v1/completions", parse, CompletionScript, "cmpl-")

@@ -13,14 +13,14 @@ from kvroute.loadtests.mock_engine.wire import invalid, rejected
 _DIMENSIONS = 8
 
 
-def parse(body: Body, id: str, defaults: Defaults) -> Call:
+def parse(body: Body, defaults: Defaults) -> Call:
     if body.get("input") is None:
         raise invalid("1 validation error:\n  ('body', 'input'): Field required", "input")
     parts = [Part(tokens) for tokens in prompt_tokens(body["input"])]
     for part in parts:
         if not 0 < len(part.tokens) < defaults.max_tokens:
             raise rejected(f"The prompt must have 1 to {defaults.max_tokens - 1} tokens.", "input")
-    return Call(f"embd-{id}", body.get("model") or defaults.model, parts)
+    return Call(body.get("model") or defaults.model, parts)
 
 
 class EmbeddingScript(ScriptBase):
@@ -55,4 +55,4 @@ class EmbeddingScript(ScriptBase):
         )
 
 
-DIALECT = Dialect("/v1/embeddings", parse, EmbeddingScript)
+DIALECT = Dialect("/v1/embeddings", parse, EmbeddingScript, "embd-")

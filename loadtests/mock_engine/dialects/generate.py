@@ -19,7 +19,7 @@ from kvroute.loadtests.mock_engine.dialects.completions import prompt_tokens, to
 from kvroute.loadtests.mock_engine.wire import invalid
 
 
-def parse(body: Body, id: str, defaults: Defaults) -> Call:
+def parse(body: Body, defaults: Defaults) -> Call:
     ids, text = field_of(body, "input_ids", list), field_of(body, "text", (str, list))
     if (ids is None) == (text is None):
         raise invalid("Either text, input_ids or input_embeds should be provided.")
@@ -33,7 +33,7 @@ def parse(body: Body, id: str, defaults: Defaults) -> Call:
         limit = field_of(sampling, "max_new_tokens", int)
         plan_output(part, defaults, limit, field_of(sampling, "min_new_tokens", int, 0))
     stream = bool(field_of(body, "stream", bool, False))
-    call = Call(id, body.get("model") or field_of(body, "lora_path", str) or defaults.model, parts, stream)
+    call = Call(body.get("model") or field_of(body, "lora_path", str) or defaults.model, parts, stream)
     call.batch = isinstance(text, list) or bool(ids and isinstance(ids[0], list))
     return call
 
@@ -78,4 +78,4 @@ class GenerateScript(ScriptBase):
         return orjson.dumps(answers if self.call.batch else answers[0])
 
 
-DIALECT = Dialect("/generate", parse, GenerateScript, id_fields=("rid",))
+DIALECT = Dialect("/generate", parse, GenerateScript, "", id_field="rid")

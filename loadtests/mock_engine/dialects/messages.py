@@ -22,7 +22,7 @@ from kvroute.loadtests.mock_engine.tokens import Words
 from kvroute.loadtests.mock_engine.wire import invalid
 
 
-def parse(body: Body, id: str, defaults: Defaults) -> Call:
+def parse(body: Body, defaults: Defaults) -> Call:
     messages, limit = body.get("messages"), field_of(body, "max_tokens", int)
     if not isinstance(messages, list):
         raise invalid("1 validation error:\n  ('body', 'messages'): Field required", "messages")
@@ -34,7 +34,7 @@ def parse(body: Body, id: str, defaults: Defaults) -> Call:
     part = Part(chat_tokens(messages, field_of(body, "tools", list)))
     plan_output(part, defaults, limit)
     stream = bool(field_of(body, "stream", bool, False))
-    return Call(f"chatcmpl-{id}", body.get("model") or defaults.model, [part], stream)
+    return Call(body.get("model") or defaults.model, [part], stream)
 
 
 class MessageScript(ScriptBase):
@@ -99,4 +99,4 @@ class MessageScript(ScriptBase):
         return orjson.dumps(self._message([block], self._stop_reason(), self.call.output_tokens))
 
 
-DIALECT = Dialect("/v1/messages", parse, MessageScript)
+DIALECT = Dialect("/v1/messages", parse, MessageScript, "chatcmpl-")

@@ -22,12 +22,12 @@ from kvroute.loadtests.mock_engine.tokens import Words
 from kvroute.loadtests.mock_engine.wire import invalid
 
 
-def parse(body: Body, id: str, defaults: Defaults) -> Call:
+def parse(body: Body, defaults: Defaults) -> Call:
     messages = _messages(body)
     part = Part(chat_tokens(messages, field_of(body, "tools", list)))
     plan_output(part, defaults, field_of(body, "max_output_tokens", int))
     stream = bool(field_of(body, "stream", bool, False))
-    call = Call(f"resp_{id}", body.get("model") or defaults.model, [part], stream)
+    call = Call(body.get("model") or defaults.model, [part], stream)
     call.salt = field_of(body, "cache_salt", str)
     return call
 
@@ -154,4 +154,4 @@ class ResponseScript(ScriptBase):
         return orjson.dumps(self._complete())
 
 
-DIALECT = Dialect("/v1/responses", parse, ResponseScript)
+DIALECT = Dialect("/v1/responses", parse, ResponseScript, "resp_")
