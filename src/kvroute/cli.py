@@ -105,6 +105,62 @@ def show_config(config: ConfigFile = None) -> None:
 
 
 @app.command()
+def demo(seed: Annotated[int, typer.Option(help="Of the generated conversations.")] = 0) -> None:
+    """Replay conversations through the gateway in front of mock engines, once per policy."""
+    from rich.console import Console
+
+    from kvroute.loadtests.demo import run_demo
+    from kvroute.router import logs
+
+    logs.configure("error")
+    raise typer.Exit(run_demo(seed, Console()))
+
+
+@app.command(name="mock-engine")
+def mock_engine(
+    port: Annotated[int, typer.Option(help="Of the first engine; the others follow. 0 takes free ones.")] = 0,
+    engines: Annotated[int, typer.Option(help="How many.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of outputs and block hashes.")] = 0,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    model: Annotated[str, typer.Option(help="Name of the model served.")] = "mock",
+    preset: Annotated[
+        str, typer.Option(help="Model and GPU whose speed is simulated.")
+    ] = "llama-3.1-8b-h100-tp1",
+    speed: Annotated[float, typer.Option(help="Simulated seconds per second; inf answers at once.")] = 1.0,
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
+    kv_blocks: Annotated[
+        int | None, typer.Option(help="KV blocks per engine [default: the preset's].")
+    ] = None,
+    kv_events: Annotated[bool, typer.Option("--kv-events", help="Publish KV events over ZMQ.")] = False,
+    faults: Annotated[str, typer.Option(help="Such as ttft=3,gap=0.1,die_at=2.")] = "",
+) -> None:
+    """Serve mock engines: vLLM's API over a simulated scheduler and KV cache."""
+    from kvroute.loadtests.mock_engine import Faults, MockOptions, run
+    from kvroute.loadtests.mock_engine.faults import parse_header
+
+    try:
+        options = MockOptions(
+            host=host,
+            port=port,
+            engines=engines,
+            seed=seed,
+            model=model,
+            preset=preset,
+            speed=speed,
+            block_size_tokens=block_size,
+            kv_blocks=kv_blocks,
+            kv_events=kv_events,
+            faults=Faults().merged(parse_header(faults)),
+        )
+    except ValueError as error:
+        _fail(str(error))
+    try:
+        run(options)
+    except OSError as error:
+        _fail(f"cannot listen on {host}, ports from {port}: {error.strerror}")
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     typer.echo(f"kvroute {__version__}")

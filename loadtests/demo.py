@@ -1,0 +1,186 @@
+"""`kvroute demo`: the same conversations through the gateway, once per policy, in front of mock engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import httpx
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvroute.clock import monotonic
+from kvroute.config import load
+from kvroute.loadtests.mock_engine import MockFleet, MockOptions
+from kvroute.loadtests.workload import Conversation, MultiTurn
+from kvroute.router.server import GatewayServer, running
+from kvroute.router.workers import Member, State
+
+POLICIES = ("round_robin", "prefix_affinity")
+ENGINES = 4
+KV_BLOCKS = 6500
+READY_WITHIN_S = 20.0
+WORKER_HEADER = "x-kvroute-worker"
+
+
+@dataclass
+class Result:
+    """What one policy's run showed. Failed requests have an infinite TTFT."""
+
+    policy: str
+    ttft_s: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    split: Counter[str] = field(default_factory=Counter)
+    failures: int = 0
+
+    def ttft_ms(self, quantile: float) -> float:
+        """Nearest-rank quantile."""
+        ordered = sorted(self.ttft_s)
+        return ordered[max(0, math.ceil(quantile * len(ordered)) - 1)] * 1e3
+
+    @property
+    def hit_rate(self) -> float:
+        """Cached prompt tokens per prompt token, as the engines report them."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+def run_demo(seed: int, console: Console) -> int:
+    """Run it all and print the table; the exit status is 1 when a request failed."""
+    workload = MultiTurn()
+    conversations = workload.generate(seed)
+    results = []
+    with Progress(
+        TextColumn("{task.description:<16}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    ) as progress:
+        for policy in POLICIES:
+            task = progress.add_task(policy, total=workload.requests)
+            advance = partial(progress.advance, task)
+            results.append(uvloop.run(_run_policy(policy, conversations, seed, advance)))
+    console.print(_table(results, workload))
+    return 1 if any(result.failures for result in results) else 0
+
+
+async def _run_policy(
+    policy: str, conversations: Sequence[Conversation], seed: int, advance: Callable[[], None]
+) -> Result:
+    """Fresh engines, a fresh gateway, one replay."""
+    result = Result(policy)
+    async with MockFleet(MockOptions(engines=ENGINES, seed=seed, kv_blocks=KV_BLOCKS)) as fleet:
+        config = load(
+            None,
+            {
+                "port": 0,
+                "policy": policy,
+                "workers": fleet.urls,
+                "admin": {"enabled": False},
+                "shutdown": {"keep_serving_s": 0, "drain_s": 5},
+            },
+        )
+        async with running(config) as gateway:
+            await _until_ready(gateway)
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+            async with httpx.AsyncClient(
+                base_url=gateway.url, limits=limits, timeout=60, trust_env=False
+            ) as client:
+                started_s = monotonic()
+                talks = (_talk(client, talk, started_s, result, advance) for talk in conversations)
+                await asyncio.gather(*talks)
+    return result
+
+
+async def _until_ready(gateway: GatewayServer) -> None:
+    registry, ready = gateway.registry, asyncio.Event()
+
+    def check(_member: Member) -> None:
+        if all(member.state is State.READY for member in registry.members.values()):
+            ready.set()
+
+    registry.on_change(check)
+    async with asyncio.timeout(READY_WITHIN_S):
+        await ready.wait()
+
+
+async def _talk(
+    client: httpx.AsyncClient,
+    conversation: Conversation,
+    started_s: float,
+    result: Result,
+    advance: Callable[[], None],
+) -> None:
+    """One conversation, turn by turn; a turn that is due waits for the answer to the one before."""
+    messages = [{"role": "system", "content": conversation.system}]
+    for turn in conversation.turns:
+        await asyncio.sleep(max(0.0, started_s + turn.due_s - monotonic()))
+        messages.append({"role": "user", "content": turn.text})
+        try:
+            answer = await _ask(client, messages, turn.output_tokens, result)
+        except (httpx.HTTPError, ValueError):
+            result.failures += 1
+            result.ttft_s.append(math.inf)
+            answer = ""
+        messages.append({"role": "assistant", "content": answer})
+        advance()
+
+
+async def _ask(client: httpx.AsyncClient, messages: list[dict[str, str]], tokens: int, result: Result) -> str:
+    """Stream one answer; TTFT is from sending to the first event, the gateway and its queueing included."""
+    body = {
+        "model": "mock",
+        "messages": messages,
+        "max_tokens": tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    sent_s = monotonic()
+    first_s: float | None = None
+    text: list[str] = []
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        response.raise_for_status()
+        result.split[response.headers[WORKER_HEADER]] += 1
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            first_s = first_s or monotonic()
+            event = json.loads(line.removeprefix("data: "))
+            text += [choice["delta"].get("content") or "" for choice in event["choices"]]
+            if usage := event.get("usage"):
+                result.prompt_tokens += usage["prompt_tokens"]
+                result.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
+    if first_s is None:
+        raise ValueError("the stream held no event")
+    result.ttft_s.append(first_s - sent_s)
+    return "".join(text)
+
+
+def _table(results: Sequence[Result], workload: MultiTurn) -> Table:
+    title = (
+        f"{ENGINES} mock engines (Llama-3.1-8B on H100), {workload.requests} requests of "
+        f"{workload.conversations} conversations"
+    )
+    table = Table(title=title)
+    table.add_column("policy", no_wrap=True)
+    for name in ("TTFT p50 ms", "TTFT p99 ms", "hit rate", "split", "failed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for result in results:
+        split = " ".join(str(count) for _, count in sorted(result.split.items()))
+        table.add_row(
+            result.policy,
+            f"{result.ttft_ms(0.5):.0f}",
+            f"{result.ttft_ms(0.99):.0f}",
+            f"{result.hit_rate:.1%}",
+            split,
+            str(result.failures),
+        )
+    return table
