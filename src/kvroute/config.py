@@ -6,7 +6,7 @@ Validated once, frozen, and printed resolved by `kvroute config`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import yaml
 from pydantic import (
@@ -18,12 +18,13 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
+    EnvSettingsSource,
     InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    SettingsError,
 )
 
 from kvroute.types import EngineKind, Role
@@ -236,7 +237,17 @@ class Config(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, _FileSource(settings_cls)
+        return init_settings, _EnvSource(settings_cls), _FileSource(settings_cls)
+
+
+class _EnvSource(EnvSettingsSource):
+    """JSON where a value is not plain; what is no JSON is judged by the field, which may take a string."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        try:
+            return super().decode_complex_value(field_name, field, value)
+        except ValueError:
+            return value
 
 
 class _FileSource(InitSettingsSource):
@@ -254,12 +265,30 @@ def load(path: Path | None, flags: dict[str, Any]) -> Config:
     try:
         return Config(**flags)
     except ValidationError as error:
-        faults = [f"{'.'.join(map(str, e['loc'])) or 'configuration'}: {e['msg']}" for e in error.errors()]
-        raise ConfigError("; ".join(faults)) from None
-    except SettingsError as error:
-        raise ConfigError(f"environment: {error}") from None
+        raise ConfigError("; ".join(_fault(e["loc"], e["type"], e["msg"]) for e in error.errors())) from None
     finally:
         _FileSource.values = {}
+
+
+def _fault(location: tuple[int | str, ...], kind: str, message: str) -> str:
+    """Field, fault and what is accepted, in the words of a configuration file."""
+    field = ".".join(map(str, location)) or "configuration"
+    if kind == "extra_forbidden":
+        return f"{field}: unknown field; accepted: {', '.join(_fields_beside(location))}"
+    if kind == "tuple_type":
+        return f"{field}: a list is expected (in the environment, as JSON)"
+    return f"{field}: {message.removeprefix('Value error, ')}"
+
+
+def _fields_beside(location: tuple[int | str, ...]) -> list[str]:
+    """Names that would have been known where the last part of `location` was not."""
+    group: type[BaseModel] = Config
+    for part in location[:-1]:
+        if isinstance(part, str):
+            annotation = group.model_fields[part].annotation
+            types = [item for item in (annotation, *get_args(annotation)) if isinstance(item, type)]
+            group = next(item for item in types if issubclass(item, BaseModel))
+    return list(group.model_fields)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
