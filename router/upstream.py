@@ -35,7 +35,9 @@ class Response:
 
     @property
     def ends_with_connection(self) -> bool:
-        return not (self.content_length or self.chunked or self.status in (204, 304))
+        return self.status >= 200 and not (
+            self.content_length or self.chunked or self.status in (204, 304)
+        )
 
 
 class Sink(Protocol):
@@ -180,8 +182,11 @@ class UpstreamConnection(asyncio.Protocol):
         except httptools.HttpParserUpgrade:
             self._reusable = False
         except httptools.HttpParserError as error:
-            self._fail(GatewayError(Failure.BAD_RESPONSE, f"worker sent malformed HTTP: {error}"))
-            return
+            self._reusable = False
+            if not self._complete:  # else it is what follows the response that is out of order
+                message = f"worker sent malformed HTTP: {error.__context__ or error}"
+                self._fail(GatewayError(Failure.BAD_RESPONSE, message))
+                return
         if self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
@@ -272,20 +277,27 @@ class UpstreamConnection(asyncio.Protocol):
         self._response = Response()
 
     def on_status(self, reason: bytes) -> None:
-        self._response.reason += reason
+        if self._in_head:
+            self._response.reason += reason
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:
+            return  # a trailer, or the head of a second response that nobody asked for
         self._response.headers.append((name, value))
         if len(name) == 14 and name.lower() == b"content-length":
             self._response.content_length = True
         elif len(name) == 17 and name.lower() == b"transfer-encoding":
-            self._response.chunked = True
+            self._response.chunked = value.lower() == b"chunked"
+            if not self._response.chunked and value.lower() != b"identity":
+                raise ValueError(f"transfer coding {value[:40]!r} was not asked for")
 
     def on_headers_complete(self) -> None:
         if self._complete:
             return
         self._in_head = False
         self._response.status = self._parser.get_status_code()
+        if self._response.status < 100 or self._response.status == 101:
+            raise ValueError(f"status {self._response.status} is no answer to this request")
         if self._head_only and self._response.status >= 200:
             self._complete = True  # the parser would wait for a body that a HEAD does not have
 
