@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import structlog
 
@@ -13,7 +13,7 @@ from kvroute.router.errors import REASONS, Failure, GatewayError
 from kvroute.router.headers import find
 from kvroute.router.heads import request_head, response_head
 from kvroute.router.http1 import ClientConnection, Request
-from kvroute.router.meter import Meter
+from kvroute.router.meter import NO_USAGE, Meter, Usage
 from kvroute.router.metrics import Metrics
 from kvroute.router.request_view import ParsedRequest
 from kvroute.router.retry import RetryBudget
@@ -22,6 +22,8 @@ from kvroute.router.workers import Member, Registry
 from kvroute.types import Outcome
 
 log = structlog.get_logger(__name__)
+
+IN_BAND_ERROR = "in_band_error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +107,24 @@ class Exchange:
         Whatever happens here, cancellation included, ends in `finally`: the connection goes back or is
         closed, the lease is released, the outcome is recorded.
         """
-        outcome = Outcome(choice.member.worker, None, matched_tokens=choice.decision.matched_tokens)
+        status: int | None = None
+        failure: str | None = None
+        usage = NO_USAGE
         try:
             response = await self._send(choice.member)
-            outcome = replace(outcome, status=response.status, failure=_status_failure(response.status))
-            if response.status in self._services.config.retry.statuses and self._may_retry(
-                f"status_{response.status}"
-            ):
+            status = response.status
+            if status >= 500:
+                failure = f"status_{status if status in REASONS else 'other'}"
+            if status in self._services.config.retry.statuses and self._may_retry(f"status_{status}"):
                 return False
             choice.lease.first_byte()
             await self._relay(response, choice)
-            outcome = self._completed(outcome)
+            usage = self._meter.usage()
+            if self._is_sse and self._meter.in_band_error():
+                failure = IN_BAND_ERROR
             return True
         except GatewayError as error:
-            outcome = replace(outcome, failure=error.failure.value)
+            failure = error.failure.value
             if not self.status:
                 raise
             self._break_off(error)
@@ -128,7 +134,7 @@ class Exchange:
                 self._connection.finish()
                 self._connection = None
             choice.lease.release()
-            self._record(choice.member, outcome)
+            self._record(choice, status, failure, usage)
 
     async def _send(self, member: Member) -> Response:
         """Send on a pooled connection if there is one; if that has gone stale, once more on a fresh one."""
@@ -217,35 +223,28 @@ class Exchange:
         model = self._parsed.view.model
         return model if model in self._services.registry.models else "none" if model is None else "other"
 
-    def _completed(self, outcome: Outcome) -> Outcome:
-        """Read what the engine said at the end of its response."""
-        metrics, meter = self._services.metrics, self._meter
-        if self._is_sse and meter.in_band_error():
-            metrics.in_band_errors.add(outcome.worker.url)
-            outcome = replace(outcome, failure="in_band_error")
-        usage = meter.usage()
+    def _record(self, choice: Choice, status: int | None, failure: str | None, usage: Usage) -> None:
+        """Count one attempt, and tell the registry how its worker did."""
+        metrics = self._services.metrics
+        received_s, first_s = self._request.received_s, self._meter.first_s
+        matched_tokens = choice.decision.matched_tokens
+        if failure is not None:
+            metrics.upstream_errors.add(choice.member.endpoint.url, failure)
         if usage.prompt_tokens is not None:
             metrics.prompt_tokens.add(by=usage.prompt_tokens)
             metrics.completion_tokens.add(by=usage.completion_tokens or 0)
             metrics.cached_tokens.add(by=usage.cached_tokens or 0)
-        metrics.matched_tokens.add(by=outcome.matched_tokens)
-        return replace(
-            outcome,
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            cached_tokens=usage.cached_tokens,
+        if matched_tokens:
+            metrics.matched_tokens.add(by=matched_tokens)
+        outcome = Outcome(
+            choice.member.worker,
+            status,
+            failure,
+            None if first_s is None else first_s - received_s,
+            monotonic() - received_s,
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.completion_tokens,
+            matched_tokens,
         )
-
-    def _record(self, member: Member, outcome: Outcome) -> None:
-        received_s, first_s = self._request.received_s, self._meter.first_s
-        services = self._services
-        outcome = replace(
-            outcome, ttft_s=None if first_s is None else first_s - received_s, e2e_s=monotonic() - received_s
-        )
-        if outcome.failure is not None:
-            services.metrics.upstream_errors.add(member.endpoint.url, outcome.failure)
-        services.registry.observe(member, outcome)
-
-
-def _status_failure(status: int) -> str | None:
-    return f"status_{status if status in REASONS else 'other'}" if status >= 500 else None
+        self._services.registry.observe(choice.member, outcome)

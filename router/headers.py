@@ -20,17 +20,19 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-# These two are written anew on every hop: the body is buffered, and the answer to an expectation is ours.
+_NONE: frozenset[bytes] = frozenset()
+_PLAIN = frozenset({b"close", b"keep-alive", b"Keep-Alive"})
+# These are written anew on every hop: the body is buffered, and the answer to an expectation is ours.
 REWRITTEN_ON_REQUEST = HOP_BY_HOP | {b"content-length", b"expect", b"host"}
 
 
 def named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:
     """Further hop-by-hop names that the message's own Connection header lists, in lower case."""
-    names: set[bytes] = set()
+    names: frozenset[bytes] = _NONE
     for name, value in headers:
-        if len(name) == 10 and name.lower() == b"connection":
-            names.update(token.strip().lower() for token in value.split(b","))
-    return frozenset(names - {b"close", b"keep-alive"})
+        if len(name) == 10 and name.lower() == b"connection" and value not in _PLAIN:
+            names |= {token.strip().lower() for token in value.split(b",")}
+    return names
 
 
 def find(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:

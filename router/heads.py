@@ -20,10 +20,8 @@ def request_head(request: Request, member: Member, config: Config, request_id: s
 
     Ours are Host, Content-Length, Authorization where keys are configured, and a missing X-Request-Id.
     """
-    dropped = REWRITTEN_ON_REQUEST
     named = named_by_connection(request.headers)
-    if named:
-        dropped = dropped | named
+    dropped = REWRITTEN_ON_REQUEST | named if named else REWRITTEN_ON_REQUEST
     api_key = member.config.api_key
     if api_key is not None or config.api_key is not None:
         dropped = dropped | {b"authorization"}

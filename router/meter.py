@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
+
+import orjson
 
 from kvroute.router.metrics import Series
 
@@ -14,7 +15,9 @@ _KEEP_BYTES = 4 * TAIL_BYTES
 _IN_BAND_ERROR = re.compile(
     rb'(?:^|\n)(?:event: ?error|data: ?\{"(?:error"|object": ?"error|type": ?"error))'
 )
-_DECODER = json.JSONDecoder()
+# A quote inside a JSON string is escaped, so an unescaped key is a key. One level of nesting is enough for
+# the details objects. `"usage": null` does not match: it comes in streams before the last chunk.
+_USAGE = re.compile(rb'"(?:usage|meta_info)": ?(\{(?:[^{}]|\{[^{}]*\})*\})')
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,9 @@ class Usage:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
+
+
+NO_USAGE = Usage()
 
 
 class Meter:
@@ -81,27 +87,11 @@ class Meter:
 
     def usage(self) -> Usage:
         """Token counts from the last `usage` object (OpenAI, Anthropic) or SGLang's `meta_info`."""
-        tail = self.tail()
-        for key in (b'"usage":', b'"meta_info":'):
-            found = _last_object(tail, key)
-            if found is not None:
-                return _to_usage(found)
-        return Usage()
-
-
-def _last_object(tail: bytes, key: bytes) -> dict[str, Any] | None:
-    # A quote inside a JSON string is escaped, so an unescaped key is a key. `"usage": null` comes in
-    # streams before the last chunk: look further back then.
-    end = len(tail)
-    while (start := tail.rfind(key, 0, end)) >= 0:
-        end = start
+        objects = _USAGE.findall(self.tail())
         try:
-            value, _ = _DECODER.raw_decode(tail[start + len(key) :].decode("utf-8", "replace").lstrip())
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            return value
-    return None
+            return _to_usage(orjson.loads(objects[-1])) if objects else NO_USAGE
+        except orjson.JSONDecodeError:
+            return NO_USAGE
 
 
 def _count(value: Any) -> int | None:

@@ -73,6 +73,7 @@ class GatewayServer:
         self._shadow = (
             None if config.shadow_policy is None else _named_policy(config.shadow_policy, "shadow_policy")
         )
+        self._tls = _tls_context(config)
         self._draining = False
         self.url = ""
         self.admin_url: str | None = None
@@ -90,16 +91,15 @@ class GatewayServer:
                 data_socket.close()
                 raise
         sweeper = Sweeper(loop)
-        tls = _tls_context(config)
 
         def make_pool(endpoint: Endpoint) -> UpstreamPool:
-            return UpstreamPool(endpoint, config.timeouts, sweeper, loop, tls)
+            return UpstreamPool(endpoint, config.timeouts, sweeper, loop, self._tls)
 
         self.registry = Registry(
             make_pool, health=config.health, breaker=config.breaker, limits=config.limits, clock=monotonic
         )
         self.registry.on_change(self._member_changed)
-        self._prober = Prober(self.registry, config.health, tls)
+        self._prober = Prober(self.registry, config.health, self._tls)
         dispatcher = Dispatcher(
             self.registry,
             self.index,
