@@ -35,7 +35,7 @@ test-engines: $(VENV)/.installed-dev $(VLLM_READY) ## two real vLLM engines on t
 	KVROUTE_VLLM_VENV=$(VLLM_VENV) $(PYTEST) -m engines tests/engines
 
 test-deploy: $(VENV)/.installed-dev ## package build and install, kustomize rendering (needs kubectl)
-	$(PYTEST) tests/deploy tests/deploy/check_package.py tests/deploy/check_kustomize.py
+	$(PYTEST) -o python_files='check_*.py' tests/deploy
 
 test-soak: $(VENV)/.installed-dev ## long and heavy tests
 	$(PYTEST) -m soak
