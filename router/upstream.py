@@ -35,9 +35,7 @@ class Response:
 
     @property
     def ends_with_connection(self) -> bool:
-        return self.status >= 200 and not (
-            self.content_length or self.chunked or self.status in (204, 304)
-        )
+        return self.status >= 200 and not (self.content_length or self.chunked or self.status in (204, 304))
 
 
 class Sink(Protocol):
