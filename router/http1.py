@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol, cast
@@ -20,6 +21,7 @@ log = structlog.get_logger(__name__)
 
 MAX_PIPELINED = 16
 LINGER_S = 5.0
+MAX_LINGER_S = 30.0
 
 
 @dataclass(slots=True)
@@ -94,6 +96,7 @@ class ClientConnection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._refusal: GatewayError | None = None
         self._discarding = False
+        self._linger_until_s = 0.0
         self._current: Request | None = None
         self._source: Source | None = None
         self._chunked = False
@@ -109,6 +112,8 @@ class ClientConnection(asyncio.Protocol):
         self._body: list[bytes] = []
         self._body_bytes = 0
         self._head_bytes = 0
+        self._framing_bytes = 0
+        """Received since the last body byte, once the head is over: chunk sizes and trailers."""
         self._in_head = True
 
     # --- reading -------------------------------------------------------------------------------
@@ -137,31 +142,68 @@ class ClientConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._discarding:
+            self.deadline_s = min(monotonic() + LINGER_S, self._linger_until_s)
             return
+        if self._refusal is not None:
+            return  # it is sent once the current response is; nothing after it will be answered
         if self._in_head:
             if not self._head_bytes and self._task is None:
                 self.deadline_s = monotonic() + self._state.timeouts.request_s
             self._head_bytes += len(data)
+        else:
+            self._framing_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # an upgrade is not taken: the request was answered as a plain one, then the connection ends
+        except httptools.HttpParserUpgrade as upgrade:
+            self._decline_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
-            self._refusal = self._refusal or GatewayError(
-                Failure.MALFORMED, f"malformed HTTP request: {error}"
-            )
-        if self._in_head and self._head_bytes > self._state.limits.header_bytes:
+            self._refuse(GatewayError(Failure.MALFORMED, f"malformed HTTP request: {error}"))
+        received = self._head_bytes if self._in_head else self._framing_bytes
+        if received > self._state.limits.header_bytes:
             self._refuse_headers()
         if self._refusal is not None and self._task is None:
             self._send_refusal()
 
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Read on as if no upgrade had been offered (RFC 9110 7.8).
+
+        The parser takes what follows such a head for another protocol, yet it can be a body: Java's client
+        offers h2c with its POSTs. A new parser is given the framing of this message and then the rest.
+        """
+        offered, self._parser = self._parser, httptools.HttpRequestParser(self)
+        if offered.get_method() == b"CONNECT":
+            self._refuse(GatewayError(Failure.MALFORMED, "CONNECT is not accepted"))
+            return
+        framing = [
+            b"%b: %b\r\n" % (name, value)
+            for name, value in self._headers
+            if name.lower() in (b"content-length", b"transfer-encoding")
+        ]
+        if not offered.should_keep_alive():
+            framing.append(b"Connection: close\r\n")
+        version = offered.get_http_version().encode()
+        try:
+            self._parser.feed_data(
+                b"%b / HTTP/%b\r\n%b\r\n" % (offered.get_method(), version, b"".join(framing))
+            )
+            self._parser.feed_data(rest)
+        except httptools.HttpParserUpgrade:
+            message = "a request with an Upgrade header cannot be followed by another before its response"
+            self._refuse(GatewayError(Failure.MALFORMED, message))
+        except httptools.HttpParserError as error:
+            self._refuse(GatewayError(Failure.MALFORMED, f"malformed HTTP request: {error}"))
+
     def on_url(self, url: bytes) -> None:
-        self._target += url
+        if self._in_head:
+            self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name, value))
+        if self._in_head:  # a trailer is no header (RFC 9110 6.5.1)
+            self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
+        if not self._in_head:
+            return
         self._in_head = False
         if self._head_bytes > self._state.limits.header_bytes:
             size = len(self._target) + sum(len(name) + len(value) + 4 for name, value in self._headers)
@@ -169,9 +211,13 @@ class ClientConnection(asyncio.Protocol):
                 self._refuse_headers()
                 return
         for name, value in self._headers:
-            lower = name.lower() if len(name) in (6, 14) else b""
+            lower = name.lower() if len(name) in (6, 14, 17) else b""
             if lower == b"content-length" and int(value) > self._state.limits.body_bytes:
                 self._refuse_body()
+                return
+            if lower == b"transfer-encoding" and value.lower() != b"chunked":
+                message = "the only transfer coding accepted in a request is chunked"
+                self._refuse(GatewayError(Failure.MALFORMED, message))
                 return
             if lower == b"expect" and value.lower() == b"100-continue" and self._task is None:
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -179,6 +225,7 @@ class ClientConnection(asyncio.Protocol):
     def on_body(self, data: bytes) -> None:
         if self._refusal is not None:
             return
+        self._framing_bytes = 0
         self._body.append(data)
         self._body_bytes += len(data)
         self._state.buffered_bytes += len(data)
@@ -189,17 +236,17 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(GatewayError(Failure.OVERLOADED, message, retry_after_s=1))
 
     def on_message_complete(self) -> None:
-        if self._refusal is not None:
-            return
         parser = self._parser
+        if self._refusal is not None or parser.should_upgrade():
+            return
         body = self._body
         request = Request(
             method=parser.get_method(),
             target=self._target,
             headers=self._headers,
             body=body[0] if len(body) == 1 else b"".join(body),
-            keep_alive=parser.should_keep_alive() and not parser.should_upgrade(),
-            http10=parser.get_http_version() == "1.0",
+            keep_alive=parser.should_keep_alive(),
+            http10=parser.get_http_version() != "1.1",
             received_s=monotonic(),
         )
         self._reset_message()
@@ -222,8 +269,10 @@ class ClientConnection(asyncio.Protocol):
             return True
         if not separator or scheme.lower() not in (b"http", b"https"):
             return False
-        slash = rest.find(b"/")
-        request.target = rest[slash:] if slash >= 0 else b"/"
+        authority = re.match(rb"[^/?]*", rest)
+        assert authority is not None
+        path = rest[authority.end() :]
+        request.target = path if path.startswith(b"/") else b"/" + path
         return True
 
     # --- refusing ------------------------------------------------------------------------------
@@ -252,7 +301,9 @@ class ClientConnection(asyncio.Protocol):
         log.info("refused", reason=self._refusal.failure.value, message=self._refusal.message)
         self.transport.write(self._refusal.response(None, close=True))
         self._discarding = True
-        self.deadline_s = monotonic() + LINGER_S
+        now = monotonic()
+        self._linger_until_s = now + MAX_LINGER_S
+        self.deadline_s = now + LINGER_S
         if self.transport.can_write_eof():
             self.transport.write_eof()
 
@@ -264,7 +315,8 @@ class ClientConnection(asyncio.Protocol):
     # --- running -------------------------------------------------------------------------------
 
     def _begin(self, request: Request) -> None:
-        self.deadline_s = NEVER
+        if not self._paused:
+            self.deadline_s = NEVER
         self.started = False
         self._current = request
         self._task = self._state.loop.create_task(self._run(request))
@@ -291,19 +343,23 @@ class ClientConnection(asyncio.Protocol):
         self._source = None
         keep = self.keep_alive
         self._current = None
-        if self.transport.is_closing():
-            return
-        if not keep:
-            self.transport.close()
+        if self.transport.is_closing() or not keep:
+            self._close()
         elif self._queue:
             self._begin(self._queue.popleft())
         elif self._refusal is not None:
             self._send_refusal()
-        else:
+        elif not self._paused:
             self.deadline_s = monotonic() + self._state.timeouts.client_idle_s
 
+    def _close(self) -> None:
+        """Close once the client has read what was written, which it must do in time."""
+        self.transport.close()
+        if not self._paused:
+            self.deadline_s = monotonic() + self._state.timeouts.client_stall_s
+
     def on_deadline(self) -> None:
-        if self._discarding or self._paused:
+        if self._discarding or self._paused or self.transport.is_closing():
             self.transport.abort()
         elif self._task is not None:
             return
@@ -312,7 +368,7 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(GatewayError(Failure.REQUEST_TIMEOUT, f"request did not arrive in {limit:g} s"))
             self._send_refusal()
         else:
-            self.transport.close()
+            self._close()
 
     def close_when_idle(self) -> None:
         """Part of shutdown: idle connections end now, busy ones after their response."""
@@ -397,7 +453,7 @@ class ClientConnection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._paused = False
-        if not self._discarding:
+        if not self._discarding and not self.transport.is_closing():
             self.deadline_s = (
                 NEVER if self._task is not None else monotonic() + self._state.timeouts.client_idle_s
             )
