@@ -62,6 +62,8 @@ class Exchange:
         self._connection: UpstreamConnection | None = None
         self._meter = Meter(None)
         self._is_sse = False
+        self._may_append = False
+        """An event of ours can follow what the worker sent: a stream without a set length, in plain text."""
         self.status = 0
         """Status of the response that was begun; 0 before."""
 
@@ -166,7 +168,12 @@ class Exchange:
             raise connection.error
         model = self.model_label
         content_type = find(response.headers, b"content-type") or b""
-        self._is_sse = content_type.startswith(b"text/event-stream")
+        self._is_sse = content_type.lower().startswith(b"text/event-stream")
+        self._may_append = (
+            self._is_sse
+            and not response.content_length
+            and find(response.headers, b"content-encoding") is None
+        )
         self._meter = Meter(metrics.itl.of(model) if self._is_sse else None)
         first = connection.take_body()
         if first:
@@ -209,7 +216,7 @@ class Exchange:
             upstream_status=error.upstream_status,
             body_bytes=self._meter.body_bytes,
         )
-        if self._is_sse and self._meter.at_event_border:
+        if self._may_append and self._meter.at_event_border:
             self._client.write(error.sse_event())
             self._client.end()
         else:
