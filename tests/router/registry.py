@@ -37,7 +37,7 @@ class Fleet:
             clock=lambda: self.now_s,
         )
 
-    def add(self, name: str, state: State = READY, models: tuple[str, ...] = ("m",)) -> Member:
+    def add(self, name: str, state: State = State.READY, models: tuple[str, ...] = ("m",)) -> Member:
         member = self.registry.add(WorkerConfig(url=f"http://{name}:80"))
         self.registry.update(member, models=models)
         self.registry.set_state(member, state)
