@@ -82,10 +82,15 @@ class Endpoint:
 
 
 def join_host_port(host: str, port: int) -> str:
-    """`host:port`, with an IPv6 address in brackets exactly once."""
+    """`host:port`, with an IPv6 address in brackets exactly once and in its one short form."""
     bare = host.strip("[]")
     try:
-        is_ipv6 = ipaddress.ip_address(bare.split("%", maxsplit=1)[0]).version == 6
+        address = ipaddress.ip_address(bare)
     except ValueError:
-        is_ipv6 = False
-    return f"[{bare}]:{port}" if is_ipv6 else f"{host}:{port}"
+        return f"{host}:{port}"
+    return f"[{address}]:{port}" if address.version == 6 else f"{host}:{port}"
+
+
+def http_origin(host: str, port: int) -> str:
+    """`http://host:port`."""
+    return f"http://{join_host_port(host, port)}"

@@ -19,7 +19,7 @@ from kvroute.config import Config, ConfigError, PolicyConfig
 from kvroute.policies.registry import PolicyError, make_policy
 from kvroute.router.control import make_app
 from kvroute.router.dispatch import Dispatcher, NamedPolicy
-from kvroute.router.endpoint import Endpoint, join_host_port
+from kvroute.router.endpoint import Endpoint, http_origin, join_host_port
 from kvroute.router.exchange import Services
 from kvroute.router.gateway import Gateway
 from kvroute.router.health import Prober
@@ -59,7 +59,7 @@ def listen(host: str, port: int, field: str) -> socket.socket:
 
 def url_of(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
-    return f"http://{join_host_port(host, port)}"
+    return http_origin(host, port)
 
 
 class GatewayServer:
