@@ -40,7 +40,7 @@ class MockOptions:
     max_batched_tokens: int = 8192
     max_sequences: int = 256
     output_tokens: int = 32
-    """Length at which an answer ends by itself, when the request allows that many."""
+    """Length of an answer whose request sets no limit; a limit is used up to its end."""
     kv_events: bool = False
     """Publish KV cache events over ZMQ."""
     kv_event_replay_batches: int = 10_000

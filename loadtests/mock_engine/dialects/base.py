@@ -205,8 +205,14 @@ def check_stream_options(body: Body) -> tuple[bool, bool]:
     return stream, bool(stream and options and options.get("include_usage"))
 
 
-def plan_output(part: Part, defaults: Defaults, limit: int | None, least: int = 0) -> None:
-    """Decide how long an answer gets and why it ends; refuse what cannot fit."""
+def plan_output(
+    part: Part, defaults: Defaults, limit: int | None, least: int = 0, ends_itself: bool = False
+) -> None:
+    """Decide how long an answer gets and why it ends; refuse what cannot fit.
+
+    A limit is used up, as with ignore_eos, so that load is what the client says it is; an answer that
+    `ends_itself` or has no limit stops at the engine's usual length.
+    """
     room = defaults.max_tokens - len(part.tokens)
     if not part.tokens:
         raise rejected("The decoder prompt cannot be empty")
@@ -222,10 +228,10 @@ def plan_output(part: Part, defaults: Defaults, limit: int | None, least: int = 
         raise rejected(
             f"min_tokens must be less than or equal to max_tokens={limit}, got {least}.", "min_tokens"
         )
+    natural = defaults.forced_tokens or max(defaults.output_tokens, least)
+    if limit is None or (ends_itself and natural < limit):
+        part.output_tokens, part.finish_reason = min(natural, room), "stop"
+    else:
+        part.output_tokens, part.finish_reason = limit, "length"
     if defaults.forced_tokens:
         part.output_tokens = defaults.forced_tokens
-        part.finish_reason = "length" if limit == defaults.forced_tokens else "stop"
-        return
-    natural = max(defaults.output_tokens, least)
-    part.output_tokens = min(natural, room if limit is None else limit)
-    part.finish_reason = "stop" if part.output_tokens == natural and limit != natural else "length"

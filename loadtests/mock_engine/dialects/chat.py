@@ -33,10 +33,10 @@ def parse(body: Body, defaults: Defaults) -> Call:
         raise rejected("The mock engine answers n=1 only.", "n")
     part = Part(chat_tokens(messages, tools, bool(field_of(body, "add_generation_prompt", bool, True))))
     limit = field_of(body, "max_completion_tokens", int, field_of(body, "max_tokens", int))
-    plan_output(part, defaults, limit, field_of(body, "min_tokens", int, 0))
     call = Call(body.get("model") or defaults.model, [part], stream, include_usage)
     call.salt = field_of(body, "cache_salt", str)
     _choose_tool(call, tools, choice)
+    plan_output(part, defaults, limit, field_of(body, "min_tokens", int, 0), call.tool is not None)
     return call
 
 
