@@ -92,7 +92,7 @@ class Dispatcher:
             eligible = Eligible.of(rest)
         keys = self._keys(request) if self._needs_prefix else None
         fleet = self._fleet(eligible, keys, now_s)
-        decision = self._decide(request, fleet, started)
+        decision = self._decide(request, fleet)
         if isinstance(decision, Rejection):
             self._metrics.decisions.add(self._policy.name, "rejected")
             message = f"rejected by policy {self._policy.name}: {decision.reason}"
@@ -141,11 +141,12 @@ class Dispatcher:
 
     # --- the policy, and what stands in for it -------------------------------------------------
 
-    def _decide(self, request: ParsedRequest, fleet: Fleet, started: float) -> Decision | Rejection:
+    def _decide(self, request: ParsedRequest, fleet: Fleet) -> Decision | Rejection:
         name = self._policy.name
         if self._paused_for:
             self._paused_for -= 1
             return self._fall_back(fleet, "paused")
+        started = self._timer()
         try:
             decision = self._policy.policy.decide(request.view, fleet)
         except Exception:
@@ -172,8 +173,7 @@ class Dispatcher:
             self._paused_for = PAUSE_DECISIONS
 
     def _fall_back(self, fleet: Fleet, reason: str) -> Decision:
-        if reason != "overrun":
-            self._metrics.fallbacks.add(self._policy.name, reason)
+        self._metrics.fallbacks.add(self._policy.name, reason)
         self._turn += 1
         return Decision.whole(fleet.workers[least_loaded_index(fleet, self._turn)], FALLBACK)
 

@@ -18,12 +18,10 @@ from kvroute.router.metrics import Metrics
 from kvroute.router.request_view import ParsedRequest
 from kvroute.router.retry import RetryBudget
 from kvroute.router.upstream import Response, StaleConnection, UpstreamConnection
-from kvroute.router.workers import Member, Registry
+from kvroute.router.workers import IN_BAND_ERROR, Member, Registry
 from kvroute.types import Outcome
 
 log = structlog.get_logger(__name__)
-
-IN_BAND_ERROR = "in_band_error"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from kvroute.clock import monotonic
 from kvroute.router.asgi import App, run_app
 from kvroute.router.control import PUBLIC_PATHS
 from kvroute.router.errors import Failure, GatewayError
@@ -54,27 +55,29 @@ class Gateway:
         metrics = self._services.metrics
         request_id = self._request_id(request)
         exchange: Exchange | None = None
-        route = path.decode("latin-1") if path.decode("latin-1") in ROUTES else "other"
-        status = 0
+        name = path.decode("latin-1")
+        ended = "500"
         self._in_flight += 1
         try:
             self._check_key(request)
             self._check_room()
             exchange = Exchange(self._services, request, await self._parse(request), client, request_id)
             await exchange.run()
-            status = exchange.status
+            ended = str(exchange.status)
+            metrics.e2e.of(exchange.model_label).observe(monotonic() - request.received_s)
         except GatewayError as error:
-            status = error.status
+            ended = str(error.status)
             self._answer(error, request, client, request_id)
         except asyncio.CancelledError:
             phase = "streaming" if client.started else "waiting"
+            ended = "client_left"
             metrics.disconnects.add(phase)
             log.debug("client left", request_id=request_id, phase=phase)
             raise
         finally:
             self._in_flight -= 1
             model = "none" if exchange is None else exchange.model_label
-            metrics.requests.add(route, model, str(status) if status else "client_left")
+            metrics.requests.add(name if name in ROUTES else "other", model, ended)
 
     # --- before --------------------------------------------------------------------------------
 
@@ -117,7 +120,8 @@ class Gateway:
         self, error: GatewayError, request: Request, client: ClientConnection, request_id: str
     ) -> None:
         self._services.metrics.failures.add(error.failure)
-        log.warning(
+        tell = log.warning if error.status >= 500 else log.info
+        tell(
             "request failed",
             request_id=request_id,
             reason=error.failure.value,

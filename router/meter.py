@@ -17,7 +17,7 @@ _IN_BAND_ERROR = re.compile(
 )
 # A quote inside a JSON string is escaped, so an unescaped key is a key. One level of nesting is enough for
 # the details objects. `"usage": null` does not match: it comes in streams before the last chunk.
-_USAGE = re.compile(rb'"(?:usage|meta_info)": ?(\{(?:[^{}]|\{[^{}]*\})*\})')
+_USAGE = re.compile(rb'"(?:usage|meta_info)": ?(\{(?:[^{}]++|\{[^{}]*+\})*+\})')
 
 
 @dataclass(frozen=True, slots=True)

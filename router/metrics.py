@@ -164,7 +164,10 @@ class Metrics:
             "kvroute_itl_seconds", "Between two reads of a streamed body.", ITL_BOUNDS_S, ("model",)
         )
         self.e2e = Histogram(
-            "kvroute_e2e_seconds", "Request received to response complete.", LATENCY_BOUNDS_S, ("model",)
+            "kvroute_e2e_seconds",
+            "Request received to response complete, of requests a worker answered.",
+            LATENCY_BOUNDS_S,
+            ("model",),
         )
         self.decision_time = Histogram(
             "kvroute_decision_seconds", "Time to decide, keys included.", DECISION_BOUNDS_S

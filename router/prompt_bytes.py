@@ -211,6 +211,5 @@ ROUTES: Mapping[str, Route] = {
     "/v1/messages": Route(_anthropic),
     "/v1/embeddings": Route(_chat, flat=("input",)),
     "/generate": Route(flat=("input_ids", "text", "prompt")),
-    "/tokenize": Route(_chat, flat=("prompt",)),
 }
-"""Routes that carry a prompt, by path; on any other there are no keys. Ids come before text."""
+"""Routes whose prompt an engine prefills, by path; on any other there are no keys. Ids come before text."""

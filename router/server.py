@@ -33,6 +33,8 @@ from kvroute.router.workers import Member, Registry, State
 log = structlog.get_logger(__name__)
 
 BACKLOG = 2048
+SWEEP_NODES = 500
+SWEEP_PAUSE_S = 0.02
 
 
 class PortInUse(Exception):
@@ -178,8 +180,14 @@ class GatewayServer:
     def _member_changed(self, member: Member) -> None:
         if member.state is State.GONE:
             self.index.remove_worker(member.worker.id)
+            self._sweep_index()
             if all(other.endpoint.url != member.endpoint.url for other in self.registry.members.values()):
                 self.metrics.forget_worker(member.endpoint.url)
+
+    def _sweep_index(self) -> None:
+        """Give back a removed worker's entries bit by bit, so that no request waits for it."""
+        if self.index.sweep(SWEEP_NODES):
+            asyncio.get_running_loop().call_later(SWEEP_PAUSE_S, self._sweep_index)
 
     def gauges(self) -> Iterator[Metric]:
         index = self.index

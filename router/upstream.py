@@ -313,7 +313,7 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 class UpstreamPool:
-    """Connections to one worker; idle ones are reused, last in first out, and closed before the engine does."""
+    """Connections to one worker; idle ones are reused, last in first out, and closed before it does."""
 
     def __init__(
         self,

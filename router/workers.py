@@ -24,6 +24,9 @@ from kvroute.types import EngineKind, Outcome, Worker, WorkerLoad
 log = structlog.get_logger(__name__)
 
 MIN_RAMP_WEIGHT = 0.1
+IN_BAND_ERROR = "in_band_error"
+NO_VERDICT = frozenset({Failure.TOTAL_TIMEOUT, IN_BAND_ERROR})
+"""Failures that say nothing of a worker's health: our own limit, and a request that went wrong on its own."""
 
 
 class State(StrEnum):
@@ -154,7 +157,7 @@ class Registry:
             if other.endpoint.url == endpoint.url and other.state is not State.DRAINING:
                 raise DuplicateWorker(f"worker {endpoint.url} is already registered as {other.worker.id}")
         worker = Worker(
-            id=f"{endpoint.url.partition('://')[2]}#{next(self._numbers)}",
+            id=f"{endpoint.url.partition('://')[2]}~{next(self._numbers)}",
             url=endpoint.url,
             role=config.role,
             engine=config.engine or EngineKind.OPENAI,
@@ -310,7 +313,9 @@ class Registry:
     def observe(self, member: Member, outcome: Outcome) -> None:
         """Real traffic counts for health and breaker. 4xx and a client that left say nothing."""
         was_open = member.breaker.open_until_s
-        if outcome.failure is not None:
+        if outcome.failure in NO_VERDICT:
+            member.breaker.no_verdict()
+        elif outcome.failure is not None:
             member.breaker.failure(self._clock())
         elif outcome.failure is None and outcome.status is not None and outcome.status < 400:
             member.breaker.success()
