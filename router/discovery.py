@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from kvroute.types import EngineKind
@@ -45,6 +46,8 @@ def read_metrics(text: str) -> EngineMetrics:
             value = float(sample["value"])
         except ValueError:
             continue
+        if not isfinite(value):
+            continue
         if sample["engine"]:
             kind = EngineKind(sample["engine"])
         found.setdefault(sample["name"], []).append((dict(_LABEL.findall(sample["labels"] or "")), value))
@@ -58,7 +61,7 @@ def read_metrics(text: str) -> EngineMetrics:
         running=_sum(_first(found, _RUNNING)),
         waiting=_sum(_first(found, _WAITING)),
         kv_usage_ratio=sum(v for _, v in usage) / len(usage) if usage else None,
-        block_size_tokens=int(size) if size.isdigit() and int(size) > 0 else None,
+        block_size_tokens=int(size) if size.isdecimal() and int(size) > 0 else None,
         data_parallel_size=max(
             1, len({labels.get("engine", labels.get("dp_rank", "0")) for labels, _ in ranks})
         ),
