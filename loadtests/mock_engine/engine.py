@@ -30,6 +30,7 @@ from kvroute.loadtests.mock_engine.options import MockOptions
 from kvroute.loadtests.mock_engine.routes import ROUTES, UNGUARDED
 from kvroute.loadtests.mock_engine.scheduler import Outcome, Phase, Scheduler, Sequence
 from kvroute.loadtests.mock_engine.wire import ApiError, Request, json_response, rejected
+from kvroute.router.endpoint import http_origin
 
 
 class MockEngine:
@@ -80,7 +81,7 @@ class MockEngine:
     def url(self) -> str:
         """Where it answers; the loopback address when it listens on all."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.options.host, self.options.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return http_origin(host, self.port)
 
     @property
     def waiting(self) -> int:
