@@ -238,8 +238,6 @@ def test_an_unknown_json_route_names_its_model_and_refuses_nothing() -> None:
         ("/v1/embeddings", {"input": LONG}),
         ("/generate", {"text": LONG}),
         ("/generate", {"input_ids": list(range(100))}),
-        ("/tokenize", {"prompt": LONG}),
-        ("/tokenize", {"messages": [user(LONG)]}),
     ],
 )
 def test_every_prompt_route_has_keys(path: str, fields: dict[str, Any]) -> None:
