@@ -21,6 +21,8 @@ log = structlog.get_logger(__name__)
 MAX_BACKOFF_S = 30.0
 SLOW_SCRAPE_RATIO = 0.1
 MAX_ANSWER_BYTES = 16 * 2**20
+# Each worker has at most two probes under way; a shared limit would let hung workers hold up the others.
+NO_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
 
 class Prober:
@@ -34,7 +36,7 @@ class Prober:
         self._registry = registry
         self._options = options
         self._tls = tls
-        self._clients: dict[str | None, httpx.AsyncClient] = {}
+        self._clients: dict[tuple[str | None, bool], httpx.AsyncClient] = {}
         self._tasks: dict[Member, list[asyncio.Task[None]]] = {}
         self._random = random.Random(0)
         registry.on_change(self._member_changed)
@@ -61,11 +63,13 @@ class Prober:
     # --- HTTP ----------------------------------------------------------------------------------
 
     def _client(self, member: Member) -> httpx.AsyncClient:
-        path = member.endpoint.unix_path
-        client = self._clients.get(path)
+        path, tls = member.endpoint.unix_path, member.endpoint.tls
+        client = self._clients.get((path, tls))
         if client is None:
-            transport = httpx.AsyncHTTPTransport(uds=path, verify=self._tls or False)
-            client = self._clients[path] = httpx.AsyncClient(
+            transport = httpx.AsyncHTTPTransport(
+                uds=path, verify=(self._tls or ssl.create_default_context()) if tls else False, limits=NO_LIMITS
+            )
+            client = self._clients[path, tls] = httpx.AsyncClient(
                 transport=transport, timeout=self._options.timeout_s, follow_redirects=False, trust_env=False
             )
         return client
