@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
+import struct
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol, cast
@@ -435,9 +437,16 @@ class ClientConnection(asyncio.Protocol):
         """
         request = self._current
         if request is not None and request.http10:
-            self.transport.abort()
+            self._reset()
         else:
             self.transport.close()
+
+    def _reset(self) -> None:
+        """RST instead of FIN: closing with SO_LINGER at 0 s."""
+        sock = self.transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
 
     def reads_from(self, source: Source) -> None:
         """Let back-pressure act on `source` until the response ends."""
