@@ -67,7 +67,9 @@ class Prober:
         client = self._clients.get((path, tls))
         if client is None:
             transport = httpx.AsyncHTTPTransport(
-                uds=path, verify=(self._tls or ssl.create_default_context()) if tls else False, limits=NO_LIMITS
+                uds=path,
+                verify=(self._tls or ssl.create_default_context()) if tls else False,
+                limits=NO_LIMITS,
             )
             client = self._clients[path, tls] = httpx.AsyncClient(
                 transport=transport, timeout=self._options.timeout_s, follow_redirects=False, trust_env=False
