@@ -16,7 +16,6 @@ from kvroute.loadtests.mock_engine.journal import Entry
 from kvroute.loadtests.mock_engine.wire import (
     JSON,
     ApiError,
-    Framing,
     Header,
     Request,
     compressed,
@@ -27,9 +26,6 @@ from kvroute.loadtests.mock_engine.wire import (
 
 if TYPE_CHECKING:
     from kvroute.loadtests.mock_engine.engine import MockEngine
-
-_WRITE_BYTES = 32 * 1024
-_FLOOD = b"x" * _WRITE_BYTES
 
 
 class Answer:
@@ -88,7 +84,9 @@ class Answer:
 
     def headers(self, more: list[Header] | None = None) -> list[Header]:
         """Headers every response of this engine bears."""
-        headers = [(b"x-request-id", self.entry.id.encode()), (b"x-mock-engine", b"%d" % self.engine.index)]
+        headers = [(b"x-mock-engine", b"%d" % self.engine.index)]
+        if self.entry.id.isascii() and self.entry.id.isprintable():
+            headers.append((b"x-request-id", self.entry.id.encode()))
         if self.faults.close:
             headers.append((b"connection", b"close"))
         return headers + (more or [])
@@ -150,7 +148,7 @@ class TokenAnswer(Answer):
         """Tokens generated."""
         self.sent = 0
         """Tokens on the wire."""
-        self.arrived_s = asyncio.get_running_loop().time()
+        self.arrived_s = engine.now_s()
         self.started_s: float | None = None
         self.token_s: float | None = None
         self._order: list[int] | None = [] if len(call.parts) > 1 else None
@@ -227,140 +225,6 @@ class PlainAnswer(TokenAnswer):
             self.break_off(self.connection.close)
         elif faults.hang_at is None:
             self.finish(not faults.no_length)
-
-
-class StreamAnswer(TokenAnswer):
-    """Server-sent events, one chunk per token."""
-
-    def __init__(
-        self,
-        engine: MockEngine,
-        connection: Connection,
-        request: Request,
-        entry: Entry,
-        faults: Faults,
-        call: Call,
-        script: Script,
-    ) -> None:
-        super().__init__(engine, connection, request, entry, faults, call, script)
-        self._framing = Framing(faults, chunked=not (faults.no_length or request.http_1_0))
-        self._pending = b""
-        """Head and events held back for one write."""
-        self._head_sent = False
-        self._flood_left = faults.flood_bytes
-
-    def advance(self) -> None:
-        if self.ended or not self._head_due or self.connection.paused or self._timer is not None:
-            return
-        if self.faults.join and self.ready < self.total:
-            return
-        if not self._head_sent:
-            self._send_head()
-        if self.faults.scripted:
-            self._advance_scripted()
-        else:
-            self._advance_freely()
-
-    def _send_head(self) -> None:
-        # As the real engine does, the head goes out before the first token is there. When one is, they
-        # share a write.
-        self._head_sent = True
-        self._pending = head(200, self.headers(self._framing.headers()))
-        if not self.ready or self.faults.scripted:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._pending:
-            self.connection.write(self._pending)
-            self._pending = b""
-
-    def _advance_freely(self) -> None:
-        """As many tokens as are ready and the transport takes."""
-        frame, one_chunk = self._framing.frame, self.faults.join
-        while self.sent < self.ready and not self.connection.paused:
-            events: list[bytes] = []
-            size = 0
-            while self.sent < self.ready and (size < _WRITE_BYTES or one_chunk):
-                event = self.next_token()
-                size += len(event)
-                events.append(event if one_chunk else frame(event))
-            if self.sent == self.total:
-                closing = self.script.closing()
-                events.append(closing if one_chunk else frame(closing))
-            self.entry.events = self.sent
-            data = b"".join(events)
-            self._pending += frame(data) if one_chunk else data
-            if self.sent == self.total:
-                self._complete()
-                return
-            self._flush()
-
-    def _advance_scripted(self) -> None:
-        """One event at a time, looking at the faults after each."""
-        while not self.ended and not self.connection.paused:
-            if self._breaks():
-                return
-            if self._flood_left:
-                self._flood()
-                continue
-            if self.sent >= self.ready:
-                return
-            self._pending += self._framing.frame(self.next_token())
-            self.entry.events = self.sent
-            if self.sent == self.total and not self._cut_here():
-                self._pending += self._framing.frame(self.script.closing())
-                self._complete()
-                return
-            if not self.faults.join:
-                self._flush()
-            if self.faults.gap and not self._cut_here():
-                self.after(self.faults.gap, self.advance)
-                return
-
-    def _cut_here(self) -> bool:
-        faults, sent = self.faults, self.sent
-        return sent in (
-            faults.die_at,
-            faults.close_at,
-            faults.hang_at,
-            faults.corrupt_at,
-            faults.error_event_at,
-        )
-
-    def _breaks(self) -> bool:
-        """Do what a fault wants after this many events; True when the stream goes no further."""
-        if not self._cut_here():
-            return False
-        faults, sent = self.faults, self.sent
-        if sent == faults.error_event_at:
-            self._pending += self._framing.frame(self.script.error("The mock engine was told to fail."))
-            self._complete("broken")
-            return True
-        self._flush()
-        if sent == faults.die_at:
-            self.break_off(self.connection.reset)
-        elif sent == faults.close_at:
-            self.break_off(self.connection.close)
-        elif sent == faults.corrupt_at:
-            self.connection.write(b"zz;not-a-size\r\n")
-            self.break_off(self.connection.close)
-        return True
-
-    def _flood(self) -> None:
-        """Bytes of one endless event, as fast as the client reads, then the end of the stream."""
-        size = min(self._flood_left, _WRITE_BYTES)
-        self._flood_left -= size
-        self._flush()
-        self.connection.write(self._framing.frame(_FLOOD[:size]))
-        if not self._flood_left:
-            self._pending = self._framing.frame(b"\n\ndata: [DONE]\n\n")
-            self._complete()
-
-    def _complete(self, outcome: str = "finished") -> None:
-        self._pending += self._framing.end()
-        self._flush()
-        self.end(outcome)
-        self.connection.done(self._framing.chunked and not self.faults.close)
 
 
 class DelayedReply:

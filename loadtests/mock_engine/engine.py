@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -13,7 +15,6 @@ from kvroute.loadtests.mock_engine.answers import (
     Answer,
     Misbehaviour,
     PlainAnswer,
-    StreamAnswer,
     TokenAnswer,
     unauthorized,
 )
@@ -28,7 +29,9 @@ from kvroute.loadtests.mock_engine.journal import Journal
 from kvroute.loadtests.mock_engine.metrics import EngineMetrics
 from kvroute.loadtests.mock_engine.options import MockOptions
 from kvroute.loadtests.mock_engine.routes import ROUTES, UNGUARDED
-from kvroute.loadtests.mock_engine.scheduler import Outcome, Phase, Scheduler, Sequence
+from kvroute.loadtests.mock_engine.scheduler import Outcome, Scheduler
+from kvroute.loadtests.mock_engine.sequences import Phase, Sequence
+from kvroute.loadtests.mock_engine.streams import StreamAnswer
 from kvroute.loadtests.mock_engine.wire import ApiError, Request, json_response, rejected
 from kvroute.router.endpoint import http_origin
 
@@ -51,6 +54,7 @@ class MockEngine:
         self._server: asyncio.Server | None = None
         self._stepper: asyncio.Task[None] | None = None
         self._restart: asyncio.Task[None] | None = None
+        self.now_s: Callable[[], float] = time.monotonic
         self._requests = 0
         self.health_checks = 0
         self._reset()
@@ -107,6 +111,7 @@ class MockEngine:
     async def start(self) -> None:
         """Listen; OSError when the port is taken."""
         loop = asyncio.get_running_loop()
+        self.now_s = loop.time
         self._server = await loop.create_server(
             lambda: Connection(self), self.options.host, self.port, backlog=1024, reuse_address=True
         )
@@ -185,7 +190,7 @@ class MockEngine:
             return
         route = ROUTES.get((request.method, request.path))
         if not request.path.startswith("/debug"):
-            self.journal.polls.append((None, request))
+            self.journal.poll(request)
         try:
             if route is None:
                 connection.reply(json_response({"detail": "Not Found"}, 404))

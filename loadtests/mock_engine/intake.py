@@ -81,6 +81,8 @@ class Intake:
         root = root_key(self._hash_seed, call.lora, call.salt)
         for part in call.parts:
             self._prepare(part, words, root)
+        call.prompt_tokens = sum(len(part.tokens) for part in call.parts)
+        call.output_tokens = sum(part.output_tokens for part in call.parts)
         return call
 
     def _prepare(self, part: Part, words: Words, root: int) -> None:

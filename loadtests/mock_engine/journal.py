@@ -70,6 +70,11 @@ class Journal:
             self.entries.popitem(last=False)
         return entry
 
+    def poll(self, request: Request) -> None:
+        """Note a request of any other path."""
+        self.totals["polled"] += 1
+        self.polls.append((None, request))
+
     def end(self, entry: Entry, outcome: str) -> None:
         """Note how it ended; the first ending counts."""
         if entry.outcome == "open":
@@ -88,7 +93,7 @@ class Journal:
 
     def as_dict(self) -> dict[str, Any]:
         """As /debug shows it."""
-        names = ("received", "finished", "aborted", "rejected", "broken")
+        names = ("received", "finished", "aborted", "rejected", "broken", "polled")
         return {
             **{f"{name}_total": self.totals[name] for name in names},
             "received": list(self.received),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -75,13 +74,13 @@ class EngineMetrics:
     def started(self, answer: TokenAnswer) -> None:
         """The scheduler took the request in; only the first time counts."""
         if answer.started_s is None:
-            answer.started_s = asyncio.get_running_loop().time()
+            answer.started_s = self._engine.now_s()
             self.queue_s.observe(answer.started_s - answer.arrived_s)
             self.prompt_tokens += answer.call.prompt_tokens
 
     def tokens(self, answer: TokenAnswer, count: int) -> None:
         """Tokens of a request were generated."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._engine.now_s()
         if answer.token_s is None:
             self.ttft_s.observe(now_s - answer.arrived_s)
             count -= 1
@@ -93,7 +92,7 @@ class EngineMetrics:
 
     def ended(self, answer: TokenAnswer, outcome: str) -> None:
         """A request is over."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._engine.now_s()
         if outcome == "finished":
             self.e2e_s.observe(now_s - answer.arrived_s)
             self.by_reason[answer.call.parts[0].finish_reason] += 1

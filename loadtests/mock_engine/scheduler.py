@@ -7,48 +7,11 @@ says what came of it. Whoever drives it lets that time pass in between, on a rea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence as Keys
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
 
 from kvroute.loadtests.mock_engine.block_cache import BlockCache
+from kvroute.loadtests.mock_engine.sequences import Phase, Sequence
 from kvroute.loadtests.mock_engine.speeds import Speed
-
-
-class Phase(Enum):
-    """Where a sequence is in its life."""
-
-    WAITING = "waiting"
-    PREFILLING = "prefilling"
-    DECODING = "decoding"
-    ENDED = "ended"
-
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """One prompt and its output. The scheduler owns every field below `payload`."""
-
-    id: str
-    prompt_tokens: int
-    output_tokens: int
-    keys: Keys[int]
-    """Chained keys of the full blocks of prompt and output; blocks past its end are never shared."""
-    payload: Any = None
-    """The driver's own."""
-    phase: Phase = Phase.WAITING
-    cached_tokens: int | None = None
-    """Prompt tokens found in the cache at first admission; None before."""
-    computed_tokens: int = 0
-    generated_tokens: int = 0
-    resident_blocks: int = 0
-    """Leading blocks held under `keys`."""
-    private_blocks: int = 0
-
-    @property
-    def known_tokens(self) -> int:
-        """Prompt and what was generated so far: what a prefill must compute before the next token."""
-        return self.prompt_tokens + self.generated_tokens
 
 
 @dataclass(slots=True)

@@ -122,6 +122,15 @@ class Words:
         laps = -(-(start + count) // len(self.pieces))
         return (self.ids * laps)[start : start + count]
 
+    def run(self, start: int, count: int, before: bytes, after: bytes) -> bytes:
+        """`count` words from `start` on, each between two texts."""
+        size = len(self.pieces)
+        start %= size
+        pieces = self.pieces[start : start + count]
+        while len(pieces) < count:
+            pieces += self.pieces[: count - len(pieces)]
+        return before + (after + before).join(pieces) + after
+
     def piece(self, index: int) -> bytes:
         """One word."""
         return self.pieces[index % len(self.pieces)]

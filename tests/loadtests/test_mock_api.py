@@ -57,6 +57,18 @@ async def test_a_chat_as_the_openai_client_sees_it(fleet: MockFleet) -> None:
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens == 16
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_long_stream_says_what_the_plain_answer_says(client: httpx.AsyncClient, path: str) -> None:
+    body = {"messages": HELLO, "prompt": "x", "max_tokens": 1900}
+    whole = (await client.post(path, json=body)).json()["choices"][0]
+    streamed = events((await client.post(path, json={**body, "stream": True})).text)[:-1]
+    deltas = [event["choices"][0] for event in streamed]
+    texts = [delta.get("text") or delta.get("delta", {}).get("content", "") for delta in deltas]
+    assert "".join(texts) == (whole.get("text") or whole["message"]["content"])
+    assert sum(map(bool, texts)) == 1900
+    assert deltas[-1]["finish_reason"] == "length"
+
+
 async def test_an_answer_ends_by_itself_when_allowed_to(client: httpx.AsyncClient) -> None:
     reply = await client.post("/v1/chat/completions", json={"messages": HELLO})
     assert reply.json()["choices"][0]["finish_reason"] == "stop"

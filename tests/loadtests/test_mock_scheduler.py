@@ -7,7 +7,8 @@ import random
 import pytest
 
 from kvroute.loadtests.mock_engine.block_cache import BlockCache
-from kvroute.loadtests.mock_engine.scheduler import Outcome, Phase, Scheduler, Sequence
+from kvroute.loadtests.mock_engine.scheduler import Outcome, Scheduler
+from kvroute.loadtests.mock_engine.sequences import Phase, Sequence
 from kvroute.loadtests.mock_engine.speeds import SPEEDS, Speed
 
 SPEED = SPEEDS["qwen3-32b-h100-tp2"]

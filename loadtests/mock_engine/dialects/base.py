@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from kvroute.loadtests.mock_engine.scheduler import Sequence
+from kvroute.loadtests.mock_engine.sequences import Sequence
 from kvroute.loadtests.mock_engine.tokens import Words
 from kvroute.loadtests.mock_engine.wire import invalid, rejected
 
@@ -80,6 +80,10 @@ class Call:
     created: int = 0
     cached_tokens_lie: int | None = None
     """Reported in place of the truth."""
+    prompt_tokens: int = 0
+    """Of all prompts."""
+    output_tokens: int = 0
+    """Of all answers."""
 
     def copy(self, id: str, cached_tokens_lie: int | None) -> Call:
         """For one request of that body."""
@@ -97,17 +101,9 @@ class Call:
             id,
             int(time.time()),
             cached_tokens_lie,
+            self.prompt_tokens,
+            self.output_tokens,
         )
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Of all prompts."""
-        return sum(len(part.tokens) for part in self.parts)
-
-    @property
-    def output_tokens(self) -> int:
-        """Of all answers."""
-        return sum(part.output_tokens for part in self.parts)
 
     @property
     def cached_tokens(self) -> int:
@@ -128,8 +124,10 @@ class Call:
 
 
 class Script(Protocol):
-    """The answer to one call. `events` are bytes with their blank line, several at once where they travel
+    """The answer to one call. Events are bytes with their blank line, several at once where they travel
     together."""
+
+    words: Words
 
     def plain(self) -> bytes:
         """The body of an answer that is not streamed."""
@@ -139,6 +137,10 @@ class Script(Protocol):
 
     def token(self, part: int, index: int) -> bytes:
         """The event of token `index` of a part, from 0."""
+
+    def uniform(self) -> tuple[bytes, bytes] | None:
+        """What stands before and after the word in every event but the first and last of a lone answer; None
+        when events differ in more."""
 
     def closing(self) -> bytes:
         """Events after the last token."""
@@ -171,6 +173,9 @@ class ScriptBase:
     def text(self, part: Part) -> str:
         """The whole answer."""
         return self.words.text(part.start, part.output_tokens).decode()
+
+    def uniform(self) -> tuple[bytes, bytes] | None:
+        return None
 
     def closing(self) -> bytes:
         return b"data: [DONE]\n\n"

@@ -134,6 +134,9 @@ class ChatScript(ScriptBase):
         function = {"arguments": piece.decode() + self._arguments()[1]}
         return sse(self._chunk({"tool_calls": [{"index": 0, "function": function}]}, self._finish()))
 
+    def uniform(self) -> tuple[bytes, bytes] | None:
+        return self._before, self._after
+
     def closing(self) -> bytes:
         if not self.call.include_usage:
             return b"data: [DONE]\n\n"

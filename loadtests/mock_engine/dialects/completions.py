@@ -69,6 +69,7 @@ class CompletionScript(ScriptBase):
             call.created,
             orjson.dumps(call.model),
         )
+        self._after = b'","logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
         self._before = [self._head + b'{"index":%d,"text":"' % index for index in range(len(call.parts))]
 
     def opening(self) -> bytes:
@@ -76,14 +77,14 @@ class CompletionScript(ScriptBase):
 
     def token(self, part: int, index: int) -> bytes:
         of = self.call.parts[part]
-        finish = b"null"
+        after = self._after
         if index + 1 == of.output_tokens:
-            finish = b'"%b"' % of.finish_reason.encode()
-        return b'%b%b","logprobs":null,"finish_reason":%b,"stop_reason":null}]}\n\n' % (
-            self._before[part],
-            self.words.piece(of.start + index),
-            finish,
-        )
+            reason = b'"finish_reason":"%b"' % of.finish_reason.encode()
+            after = after.replace(b'"finish_reason":null', reason)
+        return self._before[part] + self.words.piece(of.start + index) + after
+
+    def uniform(self) -> tuple[bytes, bytes] | None:
+        return self._before[0], self._after
 
     def closing(self) -> bytes:
         if not self.call.include_usage:

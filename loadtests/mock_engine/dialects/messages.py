@@ -45,6 +45,8 @@ class MessageScript(ScriptBase):
         b'"delta":{"type":"text_delta","text":"'
     )
 
+    _AFTER = b'"}}\n\n'
+
     def __init__(self, call: Call, words: Words) -> None:
         super().__init__(call, words)
         self._part = call.parts[0]
@@ -80,7 +82,10 @@ class MessageScript(ScriptBase):
         )
 
     def token(self, part: int, index: int) -> bytes:
-        return self._BEFORE + self.words.piece(self._part.start + index) + b'"}}\n\n'
+        return self._BEFORE + self.words.piece(self._part.start + index) + self._AFTER
+
+    def uniform(self) -> tuple[bytes, bytes] | None:
+        return self._BEFORE, self._AFTER
 
     def closing(self) -> bytes:
         delta = {"stop_reason": self._stop_reason(), "stop_sequence": None}
