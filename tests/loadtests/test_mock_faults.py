@@ -143,7 +143,7 @@ async def test_a_client_that_leaves_is_seen_at_once(fleet: MockFleet, faults: st
     assert engine.journal.outcome("r") == "open"
     assert engine.running == 1
     client.writer.transport.abort()
-    await ended(fleet, "aborted", within_s=0.1)
+    await ended(fleet, "aborted", within_s=0.25)
     assert engine.running == 0
     assert engine.scheduler.cache.used_ratio == 0
     assert engine.journal.ids("aborted") == ["r"]
