@@ -86,9 +86,9 @@ async def test_the_head_of_a_stream_goes_out_before_its_first_token() -> None:
 async def test_a_client_that_leaves_frees_its_blocks_in_mid_step() -> None:
     async with MockFleet(MockOptions(request_overhead_s=0.0)) as fleet:
         engine = fleet.engines[0]
-        with pytest.raises(httpx.ReadTimeout):
-            timeout = httpx.Timeout(5, read=0.15)
-            async with httpx.AsyncClient(base_url=fleet.urls[0], verify=False, timeout=timeout) as client:
+        timeout = httpx.Timeout(5, read=0.15)
+        async with httpx.AsyncClient(base_url=fleet.urls[0], verify=False, timeout=timeout) as client:
+            with pytest.raises(httpx.ReadTimeout):
                 await client.post("/v1/chat/completions", json=chat(8000, max_tokens=500))
         for _ in range(50):
             if engine.journal.totals["aborted"]:
