@@ -34,6 +34,8 @@ class Request:
     target: bytes
     """Path and query exactly as sent (origin form)."""
     headers: Headers
+    fields: dict[bytes, bytes]
+    """Lower-case name to value, the first where a name comes twice."""
     body: bytes
     keep_alive: bool
     http10: bool
@@ -111,6 +113,7 @@ class ClientConnection(asyncio.Protocol):
     def _reset_message(self) -> None:
         self._target = b""
         self._headers: Headers = []
+        self._fields: dict[bytes, bytes] = {}
         self._body: list[bytes] = []
         self._body_bytes = 0
         self._head_bytes = 0
@@ -212,16 +215,17 @@ class ClientConnection(asyncio.Protocol):
             if size > self._state.limits.header_bytes:
                 self._refuse_headers()
                 return
-        for name, value in self._headers:
-            lower = name.lower() if len(name) in (6, 14, 17) else b""
-            if lower == b"content-length" and int(value) > self._state.limits.body_bytes:
-                self._refuse_body()
-                return
-            if lower == b"transfer-encoding" and value.lower() != b"chunked":
-                message = "the only transfer coding accepted in a request is chunked"
-                self._refuse(GatewayError(Failure.MALFORMED, message))
-                return
-            if lower == b"expect" and value.lower() == b"100-continue" and self._task is None:
+        fields = self._fields = {name.lower(): value for name, value in reversed(self._headers)}
+        if int(fields.get(b"content-length", 0)) > self._state.limits.body_bytes:
+            self._refuse_body()
+        elif b"transfer-encoding" in fields and any(
+            name.lower() == b"transfer-encoding" and value.lower() != b"chunked"
+            for name, value in self._headers
+        ):
+            message = "the only transfer coding accepted in a request is chunked"
+            self._refuse(GatewayError(Failure.MALFORMED, message))
+        elif b"expect" in fields and fields[b"expect"].lower() == b"100-continue":
+            if self._task is None and self._parser.get_http_version() == "1.1":
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, data: bytes) -> None:
@@ -246,6 +250,7 @@ class ClientConnection(asyncio.Protocol):
             method=parser.get_method(),
             target=self._target,
             headers=self._headers,
+            fields=self._fields,
             body=body[0] if len(body) == 1 else b"".join(body),
             keep_alive=parser.should_keep_alive(),
             http10=parser.get_http_version() != "1.1",
