@@ -12,6 +12,7 @@ from functools import partial
 
 import httpx
 import uvloop
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -169,7 +170,7 @@ def _table(results: Sequence[Result], workload: MultiTurn) -> Table:
         f"{ENGINES} mock engines (Llama-3.1-8B on H100), {workload.requests} requests of "
         f"{workload.conversations} conversations"
     )
-    table = Table(title=title)
+    table = Table(title=title, box=SIMPLE_HEAD)
     table.add_column("policy", no_wrap=True)
     for name in ("TTFT p50 ms", "TTFT p99 ms", "hit rate", "split", "failed"):
         table.add_column(name, justify="right", no_wrap=True)

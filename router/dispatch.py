@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from typing import overload
 
 import structlog
+from msgspec import Struct
 
 from kvroute.clock import Clock
 from kvroute.conductor.index import ApproximateIndex
@@ -16,26 +17,23 @@ from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.metrics import Metrics
 from kvroute.router.request_view import ParsedRequest
 from kvroute.router.workers import Eligible, Lease, Member, Registry
-from kvroute.types import Decision, Fleet, PrefixMatch, PromptKeys, Rejection
+from kvroute.types import Decision, Fleet, PrefixMatch, PromptKeys, Rejection, Worker
 
 log = structlog.get_logger(__name__)
 
 OVERRUNS_BEFORE_PAUSE = 5
 PAUSE_DECISIONS = 1000
 FALLBACK = "fallback"
-_NO_MATCH = PrefixMatch()
 
 
-@dataclass(frozen=True, slots=True)
-class NamedPolicy:
+class NamedPolicy(Struct, frozen=True):
     """A policy with the name it is configured by, which is its metric label."""
 
     name: str
     policy: Policy
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """A decision that is already paid for: `lease` must be released."""
 
     member: Member
@@ -128,16 +126,10 @@ class Dispatcher:
     def _fleet(self, eligible: Eligible, keys: PromptKeys | None, now_s: float) -> Fleet:
         if keys is None:
             return Fleet(now_s, eligible.workers, eligible.loads)
-        index = self._index
-        ids = [worker.id for worker in eligible.workers]
+        index, ids = self._index, eligible.ids
         block_tokens = keys.block_tokens
-        matches = [
-            PrefixMatch(blocks * block_tokens) if blocks else _NO_MATCH
-            for blocks in index.match(keys.keys, ids)
-        ]
-        return Fleet(
-            now_s, eligible.workers, eligible.loads, matches, [index.held_blocks(id_) for id_ in ids]
-        )
+        matches = [PrefixMatch(blocks * block_tokens) for blocks in index.match(keys.keys, ids)]
+        return Fleet(now_s, eligible.workers, eligible.loads, matches, _HeldBlocks(index, ids))
 
     # --- the policy, and what stands in for it -------------------------------------------------
 
@@ -158,7 +150,7 @@ class Dispatcher:
             self._overruns = 0
         if isinstance(decision, Rejection):
             return decision
-        if not isinstance(decision, Decision) or decision.candidate.decode not in fleet.workers:
+        if not isinstance(decision, Decision) or not _offered(decision.candidate.decode, fleet):
             log.error("policy chose no eligible worker", policy=name, decision=repr(decision))
             return self._fall_back(fleet, "bad_choice")
         return decision
@@ -190,3 +182,34 @@ class Dispatcher:
             same = isinstance(other, Decision) and other.candidate == decision.candidate
             agreement = "same" if same else "rejected" if isinstance(other, Rejection) else "other"
         self._metrics.shadow.add(shadow.name, agreement)
+
+
+def _offered(worker: Worker, fleet: Fleet) -> bool:
+    for offered in fleet.workers:  # noqa: SIM110  # a generator costs more than the whole loop
+        if offered is worker:
+            return True
+    return False
+
+
+class _HeldBlocks(Sequence[int]):
+    """`Fleet.held_blocks`, counted only for those that are looked at."""
+
+    __slots__ = ("_ids", "_index")
+
+    def __init__(self, index: ApproximateIndex, ids: Sequence[str]) -> None:
+        self._index = index
+        self._ids = ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        if isinstance(at, slice):
+            return [self._index.held_blocks(id_) for id_ in self._ids[at]]
+        return self._index.held_blocks(self._ids[at])

@@ -16,7 +16,6 @@ from kvroute.router.asgi import App, run_app
 from kvroute.router.control import PUBLIC_PATHS
 from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.exchange import Exchange, Services
-from kvroute.router.headers import find
 from kvroute.router.http1 import ClientConnection, Request
 from kvroute.router.metrics import gauge
 from kvroute.router.prompt_bytes import ROUTES
@@ -83,7 +82,7 @@ class Gateway:
 
     def _check_key(self, request: Request) -> None:
         if self._expected_key is not None:
-            given = find(request.headers, b"authorization") or b""
+            given = request.fields.get(b"authorization", b"")
             if not secrets.compare_digest(given, self._expected_key):
                 raise GatewayError(
                     Failure.UNAUTHORIZED, "the Authorization header does not carry the key of api_key"
@@ -109,7 +108,7 @@ class Gateway:
             raise GatewayError(Failure.MALFORMED, str(error), param=error.field) from None
 
     def _request_id(self, request: Request) -> str:
-        given = find(request.headers, b"x-request-id")
+        given = request.fields.get(b"x-request-id")
         if given is not None and len(given) <= MAX_REQUEST_ID_BYTES:
             return given.decode("latin-1")
         return f"{self._id_prefix}-{next(self._ids):x}"

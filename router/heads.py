@@ -20,19 +20,15 @@ def request_head(request: Request, member: Member, config: Config, request_id: s
 
     Ours are Host, Content-Length, Authorization where keys are configured, and a missing X-Request-Id.
     """
-    named = named_by_connection(request.headers)
-    dropped = REWRITTEN_ON_REQUEST | named if named else REWRITTEN_ON_REQUEST
+    dropped = REWRITTEN_ON_REQUEST
+    if b"connection" in request.fields:
+        dropped = dropped | named_by_connection(request.headers)
     api_key = member.config.api_key
     if api_key is not None or config.api_key is not None:
         dropped = dropped | {b"authorization"}
     lines = [b"%b %b%b HTTP/1.1" % (request.method, member.base_path, request.target), member.host_line]
-    has_id = False
-    for name, value in request.headers:
-        lower = name.lower()
-        if lower not in dropped:
-            has_id = has_id or lower == b"x-request-id"
-            lines.append(b"%b: %b" % (name, value))
-    if not has_id:
+    lines += [b"%b: %b" % header for header in request.headers if header[0].lower() not in dropped]
+    if b"x-request-id" not in request.fields:
         lines.append(b"X-Request-Id: " + request_id.encode("latin-1"))
     if api_key is not None:
         lines.append(b"Authorization: Bearer " + api_key.get_secret_value().encode())

@@ -224,9 +224,11 @@ class ClientConnection(asyncio.Protocol):
         ):
             message = "the only transfer coding accepted in a request is chunked"
             self._refuse(GatewayError(Failure.MALFORMED, message))
-        elif b"expect" in fields and fields[b"expect"].lower() == b"100-continue":
-            if self._task is None and self._parser.get_http_version() == "1.1":
-                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif fields.get(b"expect", b"").lower() == b"100-continue" and self._may_continue():
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _may_continue(self) -> bool:
+        return self._task is None and self._parser.get_http_version() == "1.1"
 
     def on_body(self, data: bytes) -> None:
         if self._refusal is not None:

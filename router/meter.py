@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
-import orjson
+import msgspec
+from msgspec import Meta, Struct
 
 from kvroute.router.metrics import Series
 
@@ -20,8 +20,7 @@ _IN_BAND_ERROR = re.compile(
 _USAGE = re.compile(rb'"(?:usage|meta_info)": ?(\{(?:[^{}]++|\{[^{}]*+\})*+\})')
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(Struct, frozen=True, gc=False):
     """Token counts as the engine reports them; None where it does not."""
 
     prompt_tokens: int | None = None
@@ -67,6 +66,8 @@ class Meter:
 
     def tail(self) -> bytes:
         """The last bytes of the body, at most TAIL_BYTES."""
+        if len(self._kept) == 1:
+            return self._kept[0][-TAIL_BYTES:]
         size = 0
         pieces: list[bytes] = []
         for piece in reversed(self._kept):
@@ -87,22 +88,51 @@ class Meter:
 
     def usage(self) -> Usage:
         """Token counts from the last `usage` object (OpenAI, Anthropic) or SGLang's `meta_info`."""
-        objects = _USAGE.findall(self.tail())
+        tail = self.tail()
+        start = max(tail.rfind(b'"usage"'), tail.rfind(b'"meta_info"'))
+        found = _USAGE.search(tail, start) if start >= 0 else None
+        if found is None:  # none, or the last one is null or cut: an earlier one may still count
+            found = _last_match(tail)
         try:
-            return _to_usage(orjson.loads(objects[-1])) if objects else NO_USAGE
-        except orjson.JSONDecodeError:
+            return NO_USAGE if found is None else _decode_usage(found[1]).usage()
+        except msgspec.DecodeError:
             return NO_USAGE
 
 
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+def _last_match(tail: bytes) -> re.Match[bytes] | None:
+    matches = list(_USAGE.finditer(tail))
+    return matches[-1] if matches else None
 
 
-def _to_usage(found: dict[str, Any]) -> Usage:
-    details = found.get("prompt_tokens_details") or found.get("input_tokens_details") or {}
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    for name in ("cached_tokens", "cache_read_input_tokens"):
-        cached = found.get(name) if cached is None else cached
-    prompt = found.get("prompt_tokens", found.get("input_tokens"))
-    completion = found.get("completion_tokens", found.get("output_tokens"))
-    return Usage(_count(prompt), _count(completion), _count(cached))
+Count = Annotated[int, Meta(ge=0)]
+
+
+class _Details(Struct):
+    cached_tokens: Count | None = None
+
+
+class _WireUsage(Struct):
+    """The names of OpenAI's chat and responses APIs, of Anthropic's, and of SGLang's `meta_info`."""
+
+    prompt_tokens: Count | None = None
+    input_tokens: Count | None = None
+    completion_tokens: Count | None = None
+    output_tokens: Count | None = None
+    cached_tokens: Count | None = None
+    cache_read_input_tokens: Count | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+
+    def usage(self) -> Usage:
+        details = self.prompt_tokens_details or self.input_tokens_details
+        cached = details.cached_tokens if details is not None else None
+        if cached is None:
+            cached = self.cached_tokens if self.cached_tokens is not None else self.cache_read_input_tokens
+        return Usage(
+            self.prompt_tokens if self.prompt_tokens is not None else self.input_tokens,
+            self.completion_tokens if self.completion_tokens is not None else self.output_tokens,
+            cached,
+        )
+
+
+_decode_usage = msgspec.json.Decoder(_WireUsage).decode

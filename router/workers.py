@@ -78,16 +78,18 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Eligible:
-    """Members that may take a request now; three parallel sequences, never empty."""
+    """Members that may take a request now; parallel sequences, never empty."""
 
     members: Sequence[Member]
     workers: Sequence[Worker]
     loads: Sequence[WorkerLoad]
+    ids: Sequence[str]
 
     @classmethod
     def of(cls, members: Iterable[Member]) -> Eligible:
         chosen = tuple(members)
-        return cls(chosen, tuple(m.worker for m in chosen), tuple(m.load for m in chosen))
+        workers = tuple(member.worker for member in chosen)
+        return cls(chosen, workers, tuple(m.load for m in chosen), tuple(worker.id for worker in workers))
 
 
 class Lease:

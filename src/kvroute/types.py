@@ -1,7 +1,8 @@
 """The nouns every layer speaks.
 
 Units live in names: `_s` seconds, `_tokens`, `_bytes`. Everything here is frozen except `WorkerLoad`,
-which the gateway charges in place (see there).
+which the gateway charges in place (see there). What is made for every request is a frozen `Struct`: made in
+a tenth of a frozen dataclass's time, and (`gc=False`, it takes part in no cycle) no work for the collector.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 
 class Role(StrEnum):
@@ -71,8 +74,7 @@ class WorkerLoad:
     kv_usage_ratio: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PromptKeys:
+class PromptKeys(Struct, frozen=True, gc=False):
     """Chained keys of a prompt's full blocks, first block first."""
 
     mode: KeyMode
@@ -84,15 +86,13 @@ class PromptKeys:
     """Length of the whole prompt, tail included; in byte mode an estimate."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
+class PrefixMatch(Struct, frozen=True, gc=False):
     """The longest contiguous prefix of one prompt that one worker is thought to hold."""
 
     tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RequestView:
+class RequestView(Struct, frozen=True, gc=False):
     """What routing knows of a request, parsed once; the body itself is forwarded untouched."""
 
     model: str | None = None
@@ -102,8 +102,7 @@ class RequestView:
     stream: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Fleet:
+class Fleet(Struct, frozen=True, gc=False):
     """A snapshot of the workers that may take one request. The sequences are parallel and not empty."""
 
     now_s: float
@@ -115,16 +114,14 @@ class Fleet:
     """Blocks the index knows per worker, parallel to `workers`; empty as `matches` is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Struct, frozen=True, gc=False):
     """Who prefills and who decodes; the same worker twice when the request is not split."""
 
     prefill: Worker
     decode: Worker
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Struct, frozen=True, gc=False):
     """A policy's choice, with a short reason from a small fixed set (it becomes a metric label)."""
 
     candidate: Candidate
@@ -137,16 +134,14 @@ class Decision:
         return cls(Candidate(worker, worker), reason, matched_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Rejection:
+class Rejection(Struct, frozen=True, gc=False):
     """No worker should take this now; the client is told when to come back."""
 
     reason: str
     retry_after_s: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Struct, frozen=True, gc=False):
     """How one attempt on one worker ended, for calibration, metrics and logs."""
 
     worker: Worker

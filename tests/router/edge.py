@@ -68,14 +68,12 @@ def stream(*pieces: bytes, end: bool = True) -> Script:
 
 
 def raw(data: bytes, *, close: bool = False) -> Script:
-    """These bytes and nothing else; then the connection is closed or waits."""
+    """These bytes and nothing else; then the connection is closed or takes the next request."""
 
     async def script(_request: Received, wire: Wire) -> None:
         await wire.send(data)
         if close:
             wire.close()
-        else:
-            await wire.eof(30)
 
     return script
 
