@@ -162,6 +162,9 @@ async def _gateway_error(_request: Request, error: Exception) -> Response:
 async def _validation_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"] if part != "body")
-    refused = GatewayError(Failure.MALFORMED, f"{field or 'body'}: {first['msg']}", param=field or None)
+    # Of a body that is no JSON, the location is an offset into it.
+    inside = () if first["type"] == "json_invalid" else first["loc"][1:]
+    field = ".".join(map(str, inside))
+    message = f"{field or 'body'}: {first['msg'].removeprefix('Value error, ')}"
+    refused = GatewayError(Failure.MALFORMED, message, param=field or None)
     return Response(refused.body(), refused.status, media_type="application/json")
