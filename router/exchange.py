@@ -133,8 +133,10 @@ class Exchange:
             if self._connection is not None:
                 self._connection.finish()
                 self._connection = None
-            choice.lease.release()
-            self._record(choice, status, failure, usage)
+            try:
+                self._record(choice, status, failure, usage)
+            finally:  # last: a worker that is being removed goes with its last lease, its series with it
+                choice.lease.release()
 
     async def _send(self, member: Member) -> Response:
         """Send on a pooled connection if there is one; if that has gone stale, once more on a fresh one."""
