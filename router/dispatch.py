@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import overload
+from typing import TypeGuard, overload
 
 import structlog
 from msgspec import Struct
@@ -17,7 +17,7 @@ from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.metrics import Metrics
 from kvroute.router.request_view import ParsedRequest
 from kvroute.router.workers import Eligible, Lease, Member, Registry
-from kvroute.types import Decision, Fleet, PrefixMatch, PromptKeys, Rejection, Worker
+from kvroute.types import Candidate, Decision, Fleet, PrefixMatch, PromptKeys, Rejection, Worker
 
 log = structlog.get_logger(__name__)
 
@@ -63,13 +63,12 @@ class Dispatcher:
         self._policy = policy
         self._shadow = shadow
         self._chunk_bytes = chunk_bytes
-        self._budget_s = budget_s
+        self._patience = _Patience(policy.name, budget_s, metrics)
+        self._shadow_patience = None if shadow is None else _Patience(shadow.name, budget_s, metrics)
         self._clock = clock
         self._timer = timer
         self._decision_time = metrics.decision_time.of()
         self._turn = 0
-        self._overruns = 0
-        self._paused_for = 0
         self._needs_prefix = policy.policy.needs_prefix or (shadow is not None and shadow.policy.needs_prefix)
 
     @property
@@ -99,8 +98,8 @@ class Dispatcher:
         lease = self._registry.charge(
             member, max(0, request.view.prompt_tokens - decision.matched_tokens), now_s
         )
-        if self._shadow is not None:
-            self._ask_shadow(self._shadow, request, fleet, decision)
+        if self._shadow is not None and self._shadow_patience is not None:
+            self._ask_shadow(self._shadow, self._shadow_patience, request, fleet, decision)
         if keys is not None:
             self._index.insert(member.worker.id, keys.keys)
         self._metrics.decisions.add(self._policy.name, decision.reason)
@@ -135,8 +134,9 @@ class Dispatcher:
 
     def _decide(self, request: ParsedRequest, fleet: Fleet) -> Decision | Rejection:
         name = self._policy.name
-        if self._paused_for:
-            self._paused_for -= 1
+        patience = self._patience
+        if patience.paused_for:
+            patience.paused_for -= 1
             return self._fall_back(fleet, "paused")
         started = self._timer()
         try:
@@ -144,25 +144,13 @@ class Dispatcher:
         except Exception:
             log.exception("policy failed", policy=name)
             return self._fall_back(fleet, "error")
-        if self._timer() - started > self._budget_s:
-            self._count_overrun()
-        else:
-            self._overruns = 0
+        patience.took(self._timer() - started)
         if isinstance(decision, Rejection):
             return decision
-        if not isinstance(decision, Decision) or not _offered(decision.candidate.decode, fleet):
+        if not _is_sound(decision, fleet):
             log.error("policy chose no eligible worker", policy=name, decision=repr(decision))
             return self._fall_back(fleet, "bad_choice")
         return decision
-
-    def _count_overrun(self) -> None:
-        # A running decision cannot be interrupted; one that is slow again and again is set aside for a while.
-        self._metrics.fallbacks.add(self._policy.name, "overrun")
-        self._overruns += 1
-        if self._overruns >= OVERRUNS_BEFORE_PAUSE:
-            log.error("policy is too slow", policy=self._policy.name, budget_s=self._budget_s)
-            self._overruns = 0
-            self._paused_for = PAUSE_DECISIONS
 
     def _fall_back(self, fleet: Fleet, reason: str) -> Decision:
         self._metrics.fallbacks.add(self._policy.name, reason)
@@ -170,18 +158,66 @@ class Dispatcher:
         return Decision.whole(fleet.workers[least_loaded_index(fleet, self._turn)], FALLBACK)
 
     def _ask_shadow(
-        self, shadow: NamedPolicy, request: ParsedRequest, fleet: Fleet, decision: Decision
+        self,
+        shadow: NamedPolicy,
+        patience: _Patience,
+        request: ParsedRequest,
+        fleet: Fleet,
+        decision: Decision,
     ) -> None:
         """Ask, compare, count; the shadow sees the load as charged by the real choice and has no effect."""
+        if patience.paused_for:
+            patience.paused_for -= 1
+            self._metrics.shadow.add(shadow.name, "paused")
+            return
+        started = self._timer()
         try:
             other = shadow.policy.decide(request.view, fleet)
         except Exception:
             log.exception("shadow policy failed", policy=shadow.name)
             agreement = "error"
         else:
+            patience.took(self._timer() - started)
             same = isinstance(other, Decision) and other.candidate == decision.candidate
             agreement = "same" if same else "rejected" if isinstance(other, Rejection) else "other"
         self._metrics.shadow.add(shadow.name, agreement)
+
+
+class _Patience:
+    """Sets a policy aside that is slow again and again: a running decision cannot be interrupted."""
+
+    __slots__ = ("_budget_s", "_metrics", "_name", "_overruns", "paused_for")
+
+    def __init__(self, name: str, budget_s: float, metrics: Metrics) -> None:
+        self._name = name
+        self._budget_s = budget_s
+        self._metrics = metrics
+        self._overruns = 0
+        self.paused_for = 0
+        """Decisions to make without the policy."""
+
+    def took(self, spent_s: float) -> None:
+        """A decision came after so long."""
+        if spent_s <= self._budget_s:
+            self._overruns = 0
+            return
+        self._metrics.fallbacks.add(self._name, "overrun")
+        self._overruns += 1
+        if self._overruns >= OVERRUNS_BEFORE_PAUSE:
+            log.error("policy is too slow", policy=self._name, budget_s=self._budget_s)
+            self._overruns = 0
+            self.paused_for = PAUSE_DECISIONS
+
+
+def _is_sound(decision: object, fleet: Fleet) -> TypeGuard[Decision]:
+    """True for a decision of the right types for one of the workers offered: it is third-party code's."""
+    return (
+        isinstance(decision, Decision)
+        and isinstance(decision.candidate, Candidate)
+        and isinstance(decision.reason, str)
+        and isinstance(decision.matched_tokens, int)
+        and _offered(decision.candidate.decode, fleet)
+    )
 
 
 def _offered(worker: Worker, fleet: Fleet) -> bool:
