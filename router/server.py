@@ -33,6 +33,8 @@ from kvroute.router.workers import Member, Registry, State
 log = structlog.get_logger(__name__)
 
 BACKLOG = 2048
+ADMIN_CLOSE_S = 1
+"""How long an admin request under way may hold up the end."""
 SWEEP_NODES = 500
 SWEEP_PAUSE_S = 0.02
 
@@ -122,7 +124,15 @@ class GatewayServer:
         self.url = url_of(data_socket)
         if admin_socket is not None:
             self.admin_url = url_of(admin_socket)
-            self._admin = _AdminServer(uvicorn.Config(app, log_config=None, lifespan="off", access_log=False))
+            self._admin = _AdminServer(
+                uvicorn.Config(
+                    app,
+                    log_config=None,
+                    lifespan="off",
+                    access_log=False,
+                    timeout_graceful_shutdown=ADMIN_CLOSE_S,
+                )
+            )
             self._admin_task = loop.create_task(self._admin.serve(sockets=[admin_socket]))
         for worker in config.workers:
             self.registry.add(worker)
@@ -132,13 +142,13 @@ class GatewayServer:
         """Not ready, keep serving, drain with a limit, close."""
         shutdown = self._config.shutdown
         self._draining = True
+        self.state.closing = True  # from now on each response asks its client to connect elsewhere
         log.info("shutting down", phase="not ready", keep_serving_s=shutdown.keep_serving_s)
         await asyncio.sleep(shutdown.keep_serving_s)
         log.info(
             "shutting down", phase="drain", limit_s=shutdown.drain_s, connections=len(self.state.connections)
         )
         self._server.close()
-        self.state.closing = True
         for connection in list(self.state.connections):
             connection.close_when_idle()
         with contextlib.suppress(TimeoutError):
