@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import structlog
+from msgspec import Struct
 
 from kvroute.clock import monotonic
 from kvroute.config import Config
 from kvroute.router.dispatch import Choice, Dispatcher
 from kvroute.router.errors import REASONS, Failure, GatewayError
-from kvroute.router.headers import find
 from kvroute.router.heads import request_head, response_head
 from kvroute.router.http1 import ClientConnection, Request
 from kvroute.router.meter import NO_USAGE, Meter, Usage
@@ -23,9 +21,10 @@ from kvroute.types import Outcome
 
 log = structlog.get_logger(__name__)
 
+OTHER = "other"
 
-@dataclass(frozen=True, slots=True)
-class Services:
+
+class Services(Struct, frozen=True):
     """What exchanges work with."""
 
     config: Config
@@ -58,12 +57,13 @@ class Exchange:
         self._deadline_s = request.received_s + services.config.timeouts.total_s
         self._tried: list[Member] = []
         self._connection: UpstreamConnection | None = None
-        self._meter = Meter(None)
-        self._is_sse = False
+        self._meter: Meter | None = None
         self._may_append = False
-        """An event of ours can follow what the worker sent: a stream without a set length, in plain text."""
         self.status = 0
         """Status of the response that was begun; 0 before."""
+        model = parsed.view.model
+        self.model_label = "none" if model is None else model if model in services.registry.models else OTHER
+        """A name some worker serves, else `other`: labels are not for clients to invent."""
 
     async def run(self) -> None:
         """Relay one response; raises GatewayError when none came and nothing was written to the client."""
@@ -113,14 +113,17 @@ class Exchange:
         try:
             response = await self._send(choice.member)
             status = response.status
-            if status >= 500:
-                failure = f"status_{status if status in REASONS else 'other'}"
-            if status in self._services.config.retry.statuses and self._may_retry(f"status_{status}"):
-                return False
+            if status >= 400:
+                if status >= 500:
+                    failure = f"status_{status if status in REASONS else OTHER}"
+                if status in self._services.config.retry.statuses and self._may_retry(f"status_{status}"):
+                    return False
             choice.lease.first_byte()
-            await self._relay(response, choice)
-            usage = self._meter.usage()
-            if self._is_sse and self._meter.in_band_error():
+            meter = self._meter = Meter(response.content_type.startswith(b"text/event-stream"))
+            if not self._start(response, choice, meter):
+                await self._stream()
+            usage = meter.usage()
+            if meter.streams and meter.in_band_error():
                 failure = IN_BAND_ERROR
             return True
         except GatewayError as error:
@@ -133,71 +136,66 @@ class Exchange:
             if self._connection is not None:
                 self._connection.finish()
                 self._connection = None
-            try:
-                self._record(choice, status, failure, usage)
-            finally:  # last: a worker that is being removed goes with its last lease, its series with it
-                choice.lease.release()
+            self._record(choice, status, failure, usage)
+            choice.lease.release()  # last: a removed worker is forgotten with its last lease, series and all
 
     async def _send(self, member: Member) -> Response:
         """Send on a pooled connection if there is one; if that has gone stale, once more on a fresh one."""
-        request = self._request
-        head = request_head(request, member, self._services.config, self._request_id)
-        self._connection = member.pool.take_idle()
+        request, services = self._request, self._services
+        head = request_head(request, member, services.config, self._request_id)
+        connection = member.pool.take_idle()
         while True:
-            if self._connection is None:
-                self._connection = await member.pool.connect()
+            self._connection = connection = connection or await member.pool.connect()
             try:
-                return await self._connection.send(
-                    head,
-                    request.body,
-                    head_only=request.method == b"HEAD",
-                    timeouts=self._services.config.timeouts,
-                    total_deadline_s=self._deadline_s,
+                return await connection.send(
+                    head, request.body, request.method == b"HEAD", services.config.timeouts, self._deadline_s
                 )
             except StaleConnection:
-                self._services.metrics.stale.add()
-                self._connection.finish()
-                self._connection = None
+                services.metrics.stale.add()
+                connection.finish()
+                self._connection = connection = None
 
     # --- relaying ------------------------------------------------------------------------------
 
-    async def _relay(self, response: Response, choice: Choice) -> None:
-        connection, client, metrics = self._connection, self._client, self._services.metrics
+    def _start(self, response: Response, choice: Choice, meter: Meter) -> bool:
+        """Write the head and what has arrived of the body; True when that is all of it."""
+        connection, services = self._connection, self._services
         assert connection is not None
         if connection.error is not None:
             raise connection.error
-        model = self.model_label
-        content_type = find(response.headers, b"content-type") or b""
-        self._is_sse = content_type.lower().startswith(b"text/event-stream")
-        self._may_append = (
-            self._is_sse
-            and not response.content_length
-            and find(response.headers, b"content-encoding") is None
-        )
-        self._meter = Meter(metrics.itl.of(model) if self._is_sse else None)
         first = connection.take_body()
         if first:
             now_s = monotonic()
-            self._meter.feed(first, now_s)
-            metrics.ttft.of(model).observe(now_s - self._request.received_s)
-        ended = connection.complete
-        extra = self._decision_headers(choice) if self._services.config.decision_headers else ()
-        head, chunked = response_head(response, self._request, extra, keep_alive=client.keep_alive)
+            meter.feed(first, now_s)
+            services.metrics.ttft.of(self.model_label).observe(now_s - self._request.received_s)
+        self._may_append = meter.streams and not response.content_length and not response.encoded
+        extra = self._decision_headers(choice) if services.config.decision_headers else ()
+        head, chunked = response_head(response, self._request, extra, keep_alive=self._client.keep_alive)
         self.status = response.status
-        client.start(head, first, chunked=chunked, end=ended)
-        if not ended:
-            client.drop_request_body()
-            self._parsed = ParsedRequest(self._parsed.view)  # lets go of the prompt's text
-            client.reads_from(connection)
-            await connection.stream_to(self)
-            client.end()
+        self._client.start(head, first, chunked, connection.complete)
+        return connection.complete
 
-    def body(self, data: bytes, now_s: float) -> None:
-        """The next part of the worker's body (called by its connection)."""
-        self._meter.feed(data, now_s)
-        self._client.write(data)
+    async def _stream(self) -> None:
+        """Relay the rest of the body, read by read."""
+        connection, client, meter = self._connection, self._client, self._meter
+        assert connection is not None
+        assert meter is not None
+        client.drop_request_body()
+        self._parsed = ParsedRequest(self._parsed.view)  # lets go of the prompt's text
+        client.reads_from(connection)
+        itl = self._services.metrics.itl.of(self.model_label) if meter.streams else None
+        feed, write = meter.feed, client.write
 
-    def _decision_headers(self, choice: Choice) -> tuple[bytes, ...]:
+        def relay(data: bytes, now_s: float) -> None:
+            if itl is not None:
+                itl.observe(now_s - meter.last_s)
+            feed(data, now_s)
+            write(data)
+
+        await connection.stream_to(relay)
+        client.end()
+
+    def _decision_headers(self, choice: Choice) -> tuple[bytes, bytes]:
         decision = choice.decision
         policy = self._services.dispatcher.policy_name
         return (
@@ -208,15 +206,17 @@ class Exchange:
 
     def _break_off(self, error: GatewayError) -> None:
         """The worker failed after the first byte: an error event where one fits, else a broken body."""
+        meter = self._meter
+        assert meter is not None
         log.warning(
             "response broke off",
             request_id=self._request_id,
             worker=self._tried[-1].worker.id,
             reason=error.failure.value,
             upstream_status=error.upstream_status,
-            body_bytes=self._meter.body_bytes,
+            body_bytes=meter.body_bytes,
         )
-        if self._may_append and self._meter.at_event_border:
+        if self._may_append and meter.at_event_border:
             self._client.write(error.sse_event())
             self._client.end()
         else:
@@ -224,34 +224,34 @@ class Exchange:
 
     # --- what is learned -----------------------------------------------------------------------
 
-    @property
-    def model_label(self) -> str:
-        """A name some worker serves, else `other`: labels are not for clients to invent."""
-        model = self._parsed.view.model
-        return model if model in self._services.registry.models else "none" if model is None else "other"
-
     def _record(self, choice: Choice, status: int | None, failure: str | None, usage: Usage) -> None:
         """Count one attempt, and tell the registry how its worker did."""
-        metrics = self._services.metrics
-        received_s, first_s = self._request.received_s, self._meter.first_s
+        metrics, member = self._services.metrics, choice.member
+        received_s = self._request.received_s
+        first_s = None if self._meter is None else self._meter.first_s
         matched_tokens = choice.decision.matched_tokens
+        metrics.worker_requests.add(member.endpoint.url)
         if failure is not None:
-            metrics.upstream_errors.add(choice.member.endpoint.url, failure)
+            metrics.upstream_errors.add(member.endpoint.url, failure)
+            if failure == IN_BAND_ERROR:
+                metrics.in_band_errors.add(member.endpoint.url)
         if usage.prompt_tokens is not None:
             metrics.prompt_tokens.add(by=usage.prompt_tokens)
             metrics.completion_tokens.add(by=usage.completion_tokens or 0)
             metrics.cached_tokens.add(by=usage.cached_tokens or 0)
         if matched_tokens:
             metrics.matched_tokens.add(by=matched_tokens)
-        outcome = Outcome(
-            choice.member.worker,
-            status,
-            failure,
-            None if first_s is None else first_s - received_s,
-            monotonic() - received_s,
-            usage.prompt_tokens,
-            usage.cached_tokens,
-            usage.completion_tokens,
-            matched_tokens,
+        self._services.registry.observe(
+            member,
+            Outcome(
+                member.worker,
+                status,
+                failure,
+                None if first_s is None else first_s - received_s,
+                monotonic() - received_s,
+                usage.prompt_tokens,
+                usage.cached_tokens,
+                usage.completion_tokens,
+                matched_tokens,
+            ),
         )
-        self._services.registry.observe(choice.member, outcome)

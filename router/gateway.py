@@ -39,6 +39,7 @@ class Gateway:
         self._services = services
         self._app = app
         self._in_flight = 0
+        self._max_in_flight = services.config.limits.requests
         self._id_prefix = os.urandom(6).hex()
         self._ids = itertools.count()
         key = services.config.api_key
@@ -58,9 +59,14 @@ class Gateway:
         ended = "500"
         self._in_flight += 1
         try:
-            self._check_key(request)
-            self._check_room()
-            exchange = Exchange(self._services, request, await self._parse(request), client, request_id)
+            self._admit(request)
+            parsed = (
+                self._parse(request)
+                if len(request.body) <= PARSE_IN_THREAD_BYTES
+                else await asyncio.get_running_loop().run_in_executor(None, self._parse, request)
+            )
+            exchange = Exchange(self._services, request, parsed, client, request_id)
+            del parsed
             await exchange.run()
             ended = str(exchange.status)
             metrics.e2e.of(exchange.model_label).observe(monotonic() - request.received_s)
@@ -81,29 +87,23 @@ class Gateway:
     # --- before --------------------------------------------------------------------------------
 
     def _check_key(self, request: Request) -> None:
-        if self._expected_key is not None:
-            given = request.fields.get(b"authorization", b"")
-            if not secrets.compare_digest(given, self._expected_key):
-                raise GatewayError(
-                    Failure.UNAUTHORIZED, "the Authorization header does not carry the key of api_key"
-                )
+        given = request.fields.get(b"authorization", b"")
+        if self._expected_key is not None and not secrets.compare_digest(given, self._expected_key):
+            message = "the Authorization header does not carry the key of api_key"
+            raise GatewayError(Failure.UNAUTHORIZED, message)
 
-    def _check_room(self) -> None:
-        limit = self._services.config.limits.requests
-        if self._in_flight > limit:
-            message = f"{limit} requests are in flight (limits.requests)"
+    def _admit(self, request: Request) -> None:
+        if self._expected_key is not None:
+            self._check_key(request)
+        if self._in_flight > self._max_in_flight:
+            message = f"{self._max_in_flight} requests are in flight (limits.requests)"
             raise GatewayError(Failure.OVERLOADED, message, retry_after_s=1)
         self._services.retry_budget.request()
 
     @staticmethod
-    async def _parse(request: Request) -> ParsedRequest:
+    def _parse(request: Request) -> ParsedRequest:
         try:
-            if len(request.body) <= PARSE_IN_THREAD_BYTES:
-                return parse_request(request.target, request.headers, request.body)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(
-                None, parse_request, request.target, request.headers, request.body
-            )
+            return parse_request(request.target, request.headers, request.body)
         except MalformedBody as error:
             raise GatewayError(Failure.MALFORMED, str(error), param=error.field) from None
 

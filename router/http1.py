@@ -12,6 +12,7 @@ from typing import Protocol, cast
 
 import httptools
 import structlog
+from msgspec import Struct
 
 from kvroute.clock import monotonic
 from kvroute.config import Limits, Timeouts
@@ -26,8 +27,7 @@ LINGER_S = 5.0
 MAX_LINGER_S = 30.0
 
 
-@dataclass(slots=True)
-class Request:
+class Request(Struct):
     """One request, complete: the body has arrived in full."""
 
     method: bytes
@@ -411,7 +411,7 @@ class ClientConnection(asyncio.Protocol):
         self.started = True
         self.transport.write(data)
 
-    def start(self, head: bytes, body: bytes, *, chunked: bool, end: bool) -> None:
+    def start(self, head: bytes, body: bytes, chunked: bool, end: bool) -> None:
         """Write the head and the first part of the body in one go; `end` when there is no more."""
         self.started = True
         self._chunked = chunked

@@ -8,8 +8,6 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from kvroute.router.metrics import Series
-
 TAIL_BYTES = 8 * 1024
 _KEEP_BYTES = 4 * TAIL_BYTES
 _IN_BAND_ERROR = re.compile(
@@ -38,10 +36,11 @@ class Meter:
     is relayed: no event is parsed on the way, and a body without any blank line costs nothing more.
     """
 
-    __slots__ = ("_itl", "_kept", "_kept_bytes", "body_bytes", "first_s", "last_s")
+    __slots__ = ("_kept", "_kept_bytes", "body_bytes", "first_s", "last_s", "streams")
 
-    def __init__(self, itl: Series | None) -> None:
-        self._itl = itl
+    def __init__(self, streams: bool) -> None:
+        self.streams = streams
+        """The body is a stream of server-sent events."""
         self._kept: list[bytes] = []
         self._kept_bytes = 0
         self.body_bytes = 0
@@ -52,8 +51,6 @@ class Meter:
         """Count one read at `now_s`, on the clock of the caller."""
         if self.first_s is None:
             self.first_s = now_s
-        elif self._itl is not None:
-            self._itl.observe(now_s - self.last_s)
         self.last_s = now_s
         size = len(data)
         self.body_bytes += size

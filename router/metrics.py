@@ -8,6 +8,7 @@ workers from the registry, and whatever is not known is `other`.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Protocol
@@ -46,10 +47,10 @@ class Counter:
 
     def __init__(self, name: str, help_text: str, labels: Sequence[str] = ()) -> None:
         self.name, self.help, self.labels = name, help_text, tuple(labels)
-        self.values: dict[tuple[str, ...], float] = {}
+        self.values: dict[tuple[str, ...], float] = defaultdict(float)
 
     def add(self, *labels: str, by: float = 1.0) -> None:
-        self.values[labels] = self.values.get(labels, 0.0) + by
+        self.values[labels] += by
 
     def value(self, *labels: str) -> float:
         return self.values.get(labels, 0.0)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from dataclasses import dataclass, field
-from typing import Protocol, cast
+from collections.abc import Callable
+from typing import cast
 
 import httptools
+from msgspec import Struct
 
 from kvroute.clock import monotonic
 from kvroute.config import Timeouts
@@ -16,6 +17,9 @@ from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.headers import Headers
 from kvroute.router.sweeper import NEVER, Sweeper
 
+NOTED_LENGTHS = frozenset(
+    map(len, ("content-type", "content-length", "content-encoding", "transfer-encoding"))
+)
 MAX_HEAD_BYTES = 256 * 2**10
 
 
@@ -23,13 +27,16 @@ class StaleConnection(Exception):
     """A pooled connection closed before a single response byte: nobody's fault, safe to send again."""
 
 
-@dataclass(slots=True)
-class Response:
+class Response(Struct):
     """A response whose head has arrived, together with the first part of its body or its end."""
 
     status: int = 0
     reason: bytes = b""
-    headers: Headers = field(default_factory=list)
+    headers: Headers = []  # a fresh list for every response (msgspec copies it)
+    content_type: bytes = b""
+    """In lower case."""
+    encoded: bool = False
+    """The body has a Content-Encoding."""
     content_length: bool = False
     chunked: bool = False
 
@@ -38,10 +45,8 @@ class Response:
         return self.status >= 200 and not (self.content_length or self.chunked or self.status in (204, 304))
 
 
-class Sink(Protocol):
-    """Takes the rest of a response body, read by read."""
-
-    def body(self, data: bytes, now_s: float) -> None: ...
+Sink = Callable[[bytes, float], None]
+"""Takes the rest of a response body, read by read, with the time of the read (monotonic, s)."""
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -78,7 +83,7 @@ class UpstreamConnection(asyncio.Protocol):
     # --- one exchange --------------------------------------------------------------------------
 
     def send(
-        self, head: bytes, body: bytes, *, head_only: bool, timeouts: Timeouts, total_deadline_s: float
+        self, head: bytes, body: bytes, head_only: bool, timeouts: Timeouts, total_deadline_s: float
     ) -> asyncio.Future[Response]:
         """Write a request. The future raises StaleConnection or GatewayError."""
         self._exchanging = True
@@ -197,7 +202,7 @@ class UpstreamConnection(asyncio.Protocol):
             if self._pieces:
                 now = monotonic()
                 self.deadline_s = min(now + self._idle_s, self._total_deadline_s)
-                self._sink.body(self.take_body(), now)
+                self._sink(self.take_body(), now)
             if self._complete and self._done is not None and not self._done.done():
                 self._done.set_result(None)
         elif (self._pieces or self._complete) and self._ready is not None and not self._ready.done():
@@ -281,12 +286,18 @@ class UpstreamConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
             return  # a trailer, or the head of a second response that nobody asked for
-        self._response.headers.append((name, value))
-        if len(name) == 14 and name.lower() == b"content-length":
-            self._response.content_length = True
-        elif len(name) == 17 and name.lower() == b"transfer-encoding":
-            self._response.chunked = value.lower() == b"chunked"
-            if not self._response.chunked and value.lower() != b"identity":
+        response = self._response
+        response.headers.append((name, value))
+        lower = name.lower() if len(name) in NOTED_LENGTHS else b""
+        if lower == b"content-type":
+            response.content_type = value.lower()
+        elif lower == b"content-length":
+            response.content_length = True
+        elif lower == b"content-encoding":
+            response.encoded = True
+        elif lower == b"transfer-encoding":
+            response.chunked = value.lower() == b"chunked"
+            if not response.chunked and value.lower() != b"identity":
                 raise ValueError(f"transfer coding {value[:40]!r} was not asked for")
 
     def on_headers_complete(self) -> None:
