@@ -29,9 +29,8 @@ class Certificate:
     @classmethod
     def make(cls, folder: Path, name: str) -> Certificate:
         made = cls(folder / f"{name}.pem", folder / f"{name}.key")
-        options = (
-            "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=kvroute-test"
-        )
+        options = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+        options += " -subj /CN=kvroute-test -addext subjectAltName=IP:127.0.0.1"
         subprocess.run(
             ["openssl", *options.split(), "-keyout", str(made.key), "-out", str(made.certificate)],
             check=True,
