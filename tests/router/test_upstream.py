@@ -1,0 +1,158 @@
+"""Responses as engines write them, well and badly: what a client gets of them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvroute.router.server import url_of
+from tests.kit import CHAT, Client, Engine, Received, Wire, ask, until
+from tests.router.edge import edge, raw
+
+OK = b"HTTP/1.1 200 OK\r\n"
+PLAIN = OK + b"Content-Length: 2\r\n\r\nhi"
+CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n"
+SILENT = {"decision_headers": False}
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (PLAIN, "OK"),
+        (CHUNKED + b"\r\n", "OK"),
+        (b"HTTP/1.1 200\r\nContent-Length: 2\r\n\r\nhi", ""),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nhi", "OK"),
+        (b"HTTP/1.1 100 Continue\r\nX-Interim: 1\r\n\r\n" + PLAIN, "OK"),
+        (b"HTTP/1.1 103 Early Hints\r\nLink: 1\r\n\r\n" * 3 + PLAIN, "OK"),
+        (OK + b"Upgrade: h2c\r\nConnection: Upgrade\r\nContent-Length: 2\r\n\r\nhi", "OK"),
+        # What follows a response is not part of it: another one, trailers, an empty line, garbage.
+        (PLAIN + b"HTTP/1.1 404 Not Found\r\nX-Evil: 1\r\nContent-Length: 0\r\n\r\n", "OK"),
+        (CHUNKED + b"X-Trailer: 1\r\n\r\n", "OK"),
+        (PLAIN + b"\r\n", "OK"),
+        (PLAIN + b"garbage", "OK"),
+        (OK + b"Connection: close\r\nContent-Length: 2\r\n\r\nhi" + b"garbage", "OK"),
+    ],
+)
+async def test_a_response_is_relayed_and_nothing_around_it(sent: bytes, reason: str) -> None:
+    async with Engine(raw(sent)) as engine, edge(engine, **SILENT) as server:
+        client = await Client.connect(server.url)
+        answer = await client.ask("/x", b"{}")
+        framing = ("transfer-encoding", "chunked") if b"chunked" in sent else ("Content-Length", "2")
+        assert (answer.status, answer.headers, answer.body) == (200, [framing], b"hi")
+        assert answer.raw.startswith(f"HTTP/1.1 200 {reason}\r\n".encode())
+        engine.script = raw(CHUNKED + b"\r\n")
+        assert (await client.ask("/y", b"{}")).body == b"hi"
+        client.close()
+
+
+@pytest.mark.parametrize("pieces", [(), (b"hi",), (b"hi", b" again")])
+async def test_a_response_that_ends_with_the_connection(pieces: tuple[bytes, ...]) -> None:
+    async def script(_request: Received, wire: Wire) -> None:
+        await wire.send(OK + b"\r\n")
+        for piece in pieces:
+            await wire.send(piece)
+            await asyncio.sleep(0.01)
+        wire.close()
+
+    async with Engine(script) as engine, edge(engine) as server:
+        client = await Client.connect(server.url)
+        for _ in range(2):
+            answer = await client.ask("/x", b"{}")
+            assert (answer.status, answer.body, answer.complete) == (200, b"".join(pieces), True)
+            assert answer.header("transfer-encoding") == "chunked"
+        client.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "code", "message"),
+    [
+        (b"SSH-2.0-OpenSSH\r\n", "bad_upstream_response", "Expected HTTP/"),
+        (OK + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\nhi", "bad_upstream_response", "Duplicate"),
+        (OK + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n", "bad_upstream_response", "present"),
+        (OK + b"Transfer-Encoding: gzip, chunked\r\n\r\n", "bad_upstream_response", "transfer coding"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", "bad_upstream_response", "chunk size"),
+        (OK + b"X-A: a\r\n b\r\n\r\n", "bad_upstream_response", "whitespace"),
+        (OK + b"X-A: a\x00b\r\n\r\n", "bad_upstream_response", "Invalid header value"),
+        (
+            b"HTTP/1.1 101 Switching\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n",
+            "bad_upstream_response",
+            "101",
+        ),
+        (b"HTTP/1.1 000 Zero\r\nContent-Length: 2\r\n\r\nhi", "bad_upstream_response", "status 0"),
+        (OK + b"X-Endless: " + b"a" * 600_000, "bad_upstream_response", "head is over 262144 bytes"),
+    ],
+    ids=lambda value: repr(value[:40]),
+)
+async def test_what_is_no_response_is_a_502(sent: bytes, code: str, message: str) -> None:
+    async with Engine(raw(sent)) as engine, edge(engine) as server:
+        answer = await ask(server.url, CHAT, b"{}")
+        assert (answer.status, answer.code) == (502, code)
+        assert message in answer.json()["error"]["message"]
+        assert server.metrics.upstream_errors.value(engine.url, code) == 1
+
+
+@pytest.mark.parametrize(
+    ("sent", "code", "upstream_status"),
+    [
+        (b"", "upstream_reset", None),
+        (OK + b"Content-", "upstream_reset", None),
+        (OK + b"Content-Length: 2\r\n\r\n", "upstream_died", 200),
+        (b"HTTP/1.1 500 X\r\nTransfer-Encoding: chunked\r\n\r\n", "upstream_died", 500),
+        (b"HTTP/1.1 100 Continue\r\n\r\n", "upstream_died", 100),
+    ],
+)
+async def test_an_engine_that_closes_before_its_first_byte(
+    sent: bytes, code: str, upstream_status: int | None
+) -> None:
+    async with Engine(raw(sent, close=True)) as engine, edge(engine) as server:
+        answer = await ask(server.url, CHAT, b"{}")
+        assert (answer.status, answer.code) == (502, code)
+        assert answer.json()["error"].get("upstream_status") == upstream_status
+        assert answer.json()["error"]["type"] == "upstream_error"
+
+
+async def test_a_large_head_within_the_limit_passes() -> None:
+    sent = OK + b"X-A: " + b"a" * 100_000 + b"\r\nContent-Length: 2\r\n\r\nhi"
+    async with Engine(raw(sent)) as engine, edge(engine) as server:
+        answer = await ask(server.url, CHAT, b"{}")
+        assert (answer.status, len(answer.header("x-a") or "")) == (200, 100_000)
+
+
+@pytest.mark.parametrize("size", [1, 5])
+async def test_a_head_may_come_in_any_pieces(size: int) -> None:
+    sent = b"HTTP/1.1 103 Hints\r\nLink: 1\r\n\r\n" + CHUNKED + b"\r\n"
+
+    async def script(_request: Received, wire: Wire) -> None:
+        for at in range(0, len(sent), size):
+            await wire.send(sent[at : at + size])
+            await asyncio.sleep(0)
+
+    async with Engine(script) as engine, edge(engine) as server:
+        for _ in range(3):
+            assert (await ask(server.url, CHAT, b"{}")).body == b"hi"
+        assert engine.received[-1].connection == engine.received[0].connection
+
+
+async def test_an_answer_that_does_not_wait_for_the_request_body() -> None:
+    """The engine reads nothing of a body that no socket buffer can hold."""
+    connections: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        head = await reader.readuntil(b"\r\n\r\n")
+        body = b'{"data":[{"id":"m"}]}' if head.startswith(b"GET") else b"no"
+        status = b"200 OK" if head.startswith(b"GET") else b"413 Too Large"
+        writer.write(b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (status, len(body), body))
+        if head.startswith(b"GET"):
+            writer.close()
+
+    listener = await asyncio.start_server(serve, "127.0.0.1", 0, limit=2**16)
+    url = url_of(listener.sockets[0])
+    async with edge(workers=[url], ready=False) as server:
+        await until(lambda: all(m.state.value == "ready" for m in server.registry.members.values()))
+        answer = await ask(server.url, CHAT, b'{"a":"' + b"x" * 2**24 + b'"}')
+        assert (answer.status, answer.body) == (413, b"no")
+        for writer in connections:
+            writer.transport.abort()
+    listener.close()
