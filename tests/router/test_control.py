@@ -17,6 +17,7 @@ from tests.kit import CHAT, Answer, Client, Engine, Received, Wire, ask, gateway
 from .probed import Held, Probed, member_of
 
 ADMIN = "/admin/workers"
+ON = {"enabled": True}
 
 
 async def admin(
@@ -32,7 +33,7 @@ async def admin(
 async def test_listed_as_they_are() -> None:
     held = Held()
     metrics = 'vllm:num_requests_running{engine="0"} 2\nvllm:kv_cache_usage_perc{engine="0"} 0.5\n'
-    async with Engine(script=held, metrics=metrics) as engine, gateway(engine) as server:
+    async with Engine(script=held, metrics=metrics) as engine, gateway(engine, admin=ON) as server:
         member = member_of(server, engine)
         await until(lambda: member.load.reported_running == 2)
         client = await Client.connect(server.url)
@@ -63,7 +64,7 @@ async def test_listed_as_they_are() -> None:
 
 
 async def test_added_at_run_time_it_becomes_ready_and_serves() -> None:
-    async with Engine() as engine, gateway() as server:
+    async with Engine() as engine, gateway(admin=ON) as server:
         assert (await ask(server.url, CHAT, {"model": "m"})).status == 503
         added = await admin(server, body={"url": engine.url + "/", "role": "both"}, method="POST")
         assert (added.status, added.json()["state"], added.json()["url"]) == (201, "starting", engine.url)
@@ -90,7 +91,7 @@ async def test_added_at_run_time_it_becomes_ready_and_serves() -> None:
     ],
 )
 async def test_a_body_that_is_wrong_names_the_field(body: Any, param: str | None, message: str) -> None:
-    async with gateway() as server:
+    async with gateway(admin=ON) as server:
         answer = await admin(server, body=body, method="POST")
         error = answer.json()["error"]
         assert (answer.status, answer.code, error["param"]) == (400, "malformed_request", param)
@@ -100,7 +101,7 @@ async def test_a_body_that_is_wrong_names_the_field(body: Any, param: str | None
 
 async def test_drained_it_gets_nothing_more_but_finishes_what_it_has() -> None:
     held = Held()
-    async with Engine(script=held) as engine, Engine() as other, gateway(engine, other) as server:
+    async with Engine(script=held) as engine, Engine() as other, gateway(engine, other, admin=ON) as server:
         client = await Client.connect(server.url)
         while held.count == 0:
             await client.send(CHAT, {"model": "m"})
@@ -121,7 +122,7 @@ async def test_drained_it_gets_nothing_more_but_finishes_what_it_has() -> None:
 
 async def test_an_id_with_a_path_is_addressed_url_encoded_or_plain(tmp_path: Path) -> None:
     socket_path = tmp_path / "an engine.sock"
-    async with Engine(unix_path=str(socket_path)) as engine, gateway() as server:
+    async with Engine(unix_path=str(socket_path)) as engine, gateway(admin=ON) as server:
         for encoded in (True, False):
             for url in (f"unix://{quote(str(socket_path))}", "http://127.0.0.1:9/base/v2"):
                 added = await admin(server, body={"url": url}, method="POST")
@@ -141,7 +142,7 @@ async def test_an_id_with_a_path_is_addressed_url_encoded_or_plain(tmp_path: Pat
 
 
 async def test_an_unknown_id_lists_the_known_ones() -> None:
-    async with Engine() as engine, gateway(engine) as server:
+    async with Engine() as engine, gateway(engine, admin=ON) as server:
         worker_id = member_of(server, engine).worker.id
         for path, method in (
             ("/a:1%235", "DELETE"),
@@ -155,7 +156,7 @@ async def test_an_unknown_id_lists_the_known_ones() -> None:
 
 
 async def test_a_token_guards_workers_and_nothing_else() -> None:
-    async with gateway(admin={"host": "0.0.0.0", "token": "t0p"}) as server:
+    async with gateway(admin={"enabled": True, "host": "0.0.0.0", "token": "t0p"}) as server:
         for headers in (
             [],
             ["Authorization: Bearer t0"],
@@ -268,7 +269,7 @@ async def test_workers_that_left_leave_no_series() -> None:
         removed.clear()
         wire.reset()
 
-    async with Engine() as stable, gateway(stable) as server:
+    async with Engine() as stable, gateway(stable, admin=ON) as server:
         await ask(server.url, CHAT, {"model": "m"})
         for _ in range(20):
             async with Engine(models=("doomed",), script=die) as engine:

@@ -120,7 +120,10 @@ async def test_a_request_lands_on_a_worker_at_an_ipv6_address() -> None:
 
 
 async def test_the_gateway_itself_listens_on_an_ipv6_address() -> None:
-    async with Engine() as engine, gateway(engine, host="::1", admin={"host": "::1"}) as server:
+    async with (
+        Engine() as engine,
+        gateway(engine, host="::1", admin={"enabled": True, "host": "::1"}) as server,
+    ):
         assert server.url.startswith("http://[::1]:")
         assert (await ask(server.url, CHAT, {"model": "m"})).status == 200
         assert server.admin_url is not None

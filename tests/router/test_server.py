@@ -82,7 +82,7 @@ async def test_alive_from_the_start_and_ready_while_a_worker_is_usable() -> None
 
 
 async def test_a_taken_port_is_named_and_nothing_stays_open() -> None:
-    async with gateway() as server:
+    async with gateway(admin={"enabled": True}) as server:
         port, admin_port = (int(url.rpartition(":")[2]) for url in (server.url, server.admin_url or ""))
         with pytest.raises(
             PortInUse, match=f"^port: cannot listen on 127.0.0.1:{port}: Address already in use"
@@ -90,7 +90,7 @@ async def test_a_taken_port_is_named_and_nothing_stays_open() -> None:
             await GatewayServer(fast_config(port=port)).start()
         free = await unused_port()
         with pytest.raises(PortInUse, match=rf"^admin\.port: cannot listen on 127.0.0.1:{admin_port}: "):
-            await GatewayServer(fast_config(port=free, admin={"port": admin_port})).start()
+            await GatewayServer(fast_config(port=free, admin={"enabled": True, "port": admin_port})).start()
     async with running(fast_config(port=free)) as server:
         assert server.url.endswith(f":{free}")
 
@@ -202,7 +202,7 @@ async def test_what_is_left_after_the_drain_is_cut_and_not_passed_off_as_whole()
 
 async def test_an_admin_client_in_the_middle_of_a_request_does_not_hold_up_the_end() -> None:
     async with Engine() as engine:
-        server = GatewayServer(fast_config(engine, shutdown={"drain_s": 0.2}))
+        server = GatewayServer(fast_config(engine, admin={"enabled": True}, shutdown={"drain_s": 0.2}))
         await server.start()
         assert server.admin_url is not None
         client = await Client.connect(server.admin_url)
