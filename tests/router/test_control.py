@@ -235,7 +235,7 @@ async def series(server: GatewayServer) -> set[str]:
 
 
 async def test_clients_cannot_make_series() -> None:
-    async with Engine() as engine, gateway(engine) as server:
+    async with Engine() as engine, gateway(engine, policy_budget_ms=1e6) as server:
 
         async def send(number: int) -> None:
             client = await Client.connect(server.url)
