@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import struct
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 from kvroute.router.server import GatewayServer
@@ -117,3 +119,8 @@ async def first_chunk(server: GatewayServer, target: str, body: Any) -> Client:
 
 async def promptly(event: asyncio.Event) -> None:
     await asyncio.wait_for(event.wait(), PROMPTLY_S)
+
+
+def resident_bytes() -> int:
+    """Memory of this process, which holds the gateway and both ends."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-from pathlib import Path
 
 import pytest
 
 from tests.kit import CHAT, Client, Engine, Received, Wire, ask
-from tests.router.edge import DONE, EVENTS, edge, event, first_chunk, stream
+from tests.router.edge import DONE, EVENTS, edge, event, first_chunk, resident_bytes, stream
 
 USAGE = {"prompt_tokens": 9, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 4}}
 USAGE_EVENT = b"data: " + json.dumps({"choices": [], "usage": USAGE}).encode() + b"\n\n"
@@ -105,10 +103,6 @@ async def test_text_that_only_looks_like_an_error_is_none() -> None:
         assert server.metrics.upstream_errors.total() == 0
 
 
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 async def test_a_stream_without_a_blank_line_is_not_kept() -> None:
     piece, count = b"x" * 2**16, 1024  # 64 MiB
 
@@ -120,11 +114,11 @@ async def test_a_stream_without_a_blank_line_is_not_kept() -> None:
 
     async with Engine(script) as engine, edge(engine) as server:
         client = await first_chunk(server, CHAT, {"model": "m", "stream": True})
-        received, start, peak = 0, _resident_bytes(), 0
+        received, start, peak = 0, resident_bytes(), 0
         while data := await client.chunk():
             received += len(data)
             if received % 2**20 < len(data):
-                peak = max(peak, _resident_bytes())
+                peak = max(peak, resident_bytes())
         client.close()
         assert 2**26 - 2**20 < received < 2**26
         assert peak - start < 6 * 2**20, "the client's and the engine's own buffers are in it too"
