@@ -55,7 +55,6 @@ class Gateway:
         metrics = self._services.metrics
         request_id = self._request_id(request)
         exchange: Exchange | None = None
-        name = path.decode("latin-1")
         ended = "500"
         self._in_flight += 1
         try:
@@ -82,7 +81,7 @@ class Gateway:
         finally:
             self._in_flight -= 1
             model = "none" if exchange is None else exchange.model_label
-            metrics.requests.add(name if name in ROUTES else "other", model, ended)
+            metrics.requests.add(path.decode() if path in ROUTES else "other", model, ended)
 
     # --- before --------------------------------------------------------------------------------
 
@@ -103,7 +102,7 @@ class Gateway:
     @staticmethod
     def _parse(request: Request) -> ParsedRequest:
         try:
-            return parse_request(request.target, request.headers, request.body)
+            return parse_request(request.target, request.fields, request.body)
         except MalformedBody as error:
             raise GatewayError(Failure.MALFORMED, str(error), param=error.field) from None
 

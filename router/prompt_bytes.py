@@ -17,17 +17,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
+from msgspec import Struct
 from xxhash import xxh3_64_hexdigest
 
 from kvroute.conductor.keys import pack_ids
 
 _ROLE, _TEXT, _NAME, _CALLS, _CALL_ID, _REASONING = b"\xffr", b"\xffc", b"\xffn", b"\xfft", b"\xffi", b"\xffh"
 _PART, _TOOLS, _TEMPLATE, _NEXT_PROMPT, _MEDIA = b"\xffp", b"\xffT", b"\xffm", b"\xffs", b"\xffM"
+_PREAMBLE = {"chat_template": _TEMPLATE, "tools": _TOOLS, "functions": _TOOLS}
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(Struct, frozen=True, gc=False):
     """Canonical bytes of a prompt and the domain they belong to; `no_keys` says why there are none."""
 
     domain: str
@@ -107,9 +108,10 @@ def _conversation(fields: Mapping[str, Any], system: Any, messages: Any) -> Prom
     if not isinstance(messages, list):
         return MISSHAPEN
     out: list[bytes] = []
-    for mark, name in ((_TEMPLATE, "chat_template"), (_TOOLS, "tools"), (_TOOLS, "functions")):
-        if value := fields.get(name):
-            out += (mark, _canonical(_without_cache_control(value)))
+    if not _PREAMBLE.keys().isdisjoint(fields):
+        for name, mark in _PREAMBLE.items():
+            if value := fields.get(name):
+                out += (mark, _canonical(_without_cache_control(value)))
     if system:
         _message(out, {"role": "system", "content": system})
     for message in messages:
@@ -204,12 +206,12 @@ def _without_cache_control(value: Any) -> Any:
     return value
 
 
-ROUTES: Mapping[str, Route] = {
-    "/v1/chat/completions": Route(_chat, flat=("input_ids",)),
-    "/v1/completions": Route(flat=("prompt",)),
-    "/v1/responses": Route(_responses),
-    "/v1/messages": Route(_anthropic),
-    "/v1/embeddings": Route(_chat, flat=("input",)),
-    "/generate": Route(flat=("input_ids", "text", "prompt")),
+ROUTES: Mapping[bytes, Route] = {
+    b"/v1/chat/completions": Route(_chat, flat=("input_ids",)),
+    b"/v1/completions": Route(flat=("prompt",)),
+    b"/v1/responses": Route(_responses),
+    b"/v1/messages": Route(_anthropic),
+    b"/v1/embeddings": Route(_chat, flat=("input",)),
+    b"/generate": Route(flat=("input_ids", "text", "prompt")),
 }
 """Routes whose prompt an engine prefills, by path; on any other there are no keys. Ids come before text."""

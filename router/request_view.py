@@ -9,21 +9,22 @@ by one of `NO_KEYS`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import orjson
+from msgspec import Struct
 
 from kvroute.conductor.keys import BYTES_PER_TOKEN, byte_keys, namespace_key
-from kvroute.router.prompt_bytes import ROUTES, Prompt
+from kvroute.router.prompt_bytes import ROUTES
 from kvroute.types import PromptKeys, RequestView
 
 NO_KEYS = ("route", "content_type", "empty", "shape", "short")
 """Why a prompt has no keys: not a prompt route; not a JSON body; no prompt or an empty one; a prompt of no
 shape an engine takes; shorter than one chunk. A fixed set, fit for a metric label."""
 
-SESSION_HEADERS = (b"x-session-id", b"x-kvroute-session")
+SESSION_HEADERS = frozenset({b"x-session-id", b"x-kvroute-session"})
 SESSION_FIELDS = (
     ("session_id", None),
     ("prompt_cache_key", None),
@@ -34,7 +35,9 @@ SESSION_FIELDS = (
 """Where a session id is looked for, headers first; the first non-empty string (or integer) is taken. `user`
 is last: it is the coarsest, and one user may hold many conversations."""
 
-_NAMESPACE_FIELDS = (("lora_path", "adapter"), ("cache_salt", "cache_salt"), ("extra_key", "extra_key"))
+_SESSION_ROOTS = frozenset(name for name, _ in SESSION_FIELDS)
+NAMESPACE_FIELDS = frozenset({"lora_name", "lora_path", "cache_salt", "extra_key"})
+"""Body fields that keep equal prompts apart, beside the model."""
 _TRUTHY = frozenset({"true", "1", "yes", "on", "t", "y"})
 
 
@@ -46,16 +49,15 @@ class MalformedBody(Exception):
         self.field = field
 
 
-@dataclass(slots=True)
-class ParsedRequest:
+class ParsedRequest(Struct):
     """A request's view and, on demand, its prompt keys. Drop it once routed: it holds the prompt's text."""
 
     view: RequestView
-    namespace: Mapping[str, str] = field(default_factory=dict)
-    """Arguments of `namespace_key`: what separates this prompt from equal text elsewhere."""
     no_keys: str | None = None
     """One of `NO_KEYS` when the prompt gives no keys whatever the chunk size."""
     _prompt: bytes = b""
+    _root: int = 0
+    """Root of the key chain: what separates this prompt from equal text elsewhere."""
     _keys: tuple[int, PromptKeys] | None = None
 
     def prompt_bytes(self) -> bytes:
@@ -64,21 +66,25 @@ class ParsedRequest:
 
     def prompt_keys(self, chunk_bytes: int) -> tuple[PromptKeys | None, str | None]:
         """Keys of the full chunks, made once; or None and the reason, one of `NO_KEYS`."""
+        made = self._keys
+        if made is not None and made[0] == chunk_bytes:
+            return made[1], None
         if self.no_keys is not None:
             return None, self.no_keys
         if len(self._prompt) < chunk_bytes:
             return None, "short"
-        if self._keys is None or self._keys[0] != chunk_bytes:
-            self._keys = chunk_bytes, byte_keys(self._prompt, namespace_key(**self.namespace), chunk_bytes)
-        return self._keys[1], None
+        keys = byte_keys(self._prompt, self._root, chunk_bytes)
+        self._keys = chunk_bytes, keys
+        return keys, None
 
 
-def parse_request(path: bytes | str, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> ParsedRequest:
-    """Read one request; `path` may carry a query. Raises `MalformedBody` (see above) and nothing else."""
-    if isinstance(path, bytes):
-        path = path.decode("latin-1")
-    route = ROUTES.get(path.partition("?")[0])
-    is_json, session_id = _read_headers(headers)
+def parse_request(target: bytes, headers: Mapping[bytes, bytes], body: bytes) -> ParsedRequest:
+    """Read one request; `headers` by lower-case name. Raises `MalformedBody` (see above) and nothing else."""
+    route = ROUTES.get(target.partition(b"?")[0])
+    is_json = _is_json(headers.get(b"content-type"))
+    session_id = None
+    if not SESSION_HEADERS.isdisjoint(headers):
+        session_id = _session_header(headers)
     no_keys = "route" if route is None else "empty" if not body else None
     if is_json is False or not body or (route is None and not is_json):
         return ParsedRequest(RequestView(session_id=session_id), no_keys=no_keys or "content_type")
@@ -94,9 +100,9 @@ def parse_request(path: bytes | str, headers: Iterable[tuple[bytes, bytes]], bod
             -(-len(prompt.data) // BYTES_PER_TOKEN),
             _is_true(fields.get("stream")),
         ),
-        _namespace(model, fields, prompt),
         prompt.no_keys,
         prompt.data,
+        _root(model, fields, prompt.domain),
     )
 
 
@@ -115,21 +121,20 @@ def _parse_other(session_id: str | None, body: bytes) -> ParsedRequest:
     return ParsedRequest(view, no_keys="route")
 
 
-def _read_headers(headers: Iterable[tuple[bytes, bytes]]) -> tuple[bool | None, str | None]:
-    """Is the content JSON (None when not said), and the session id the headers give."""
-    is_json = None
-    sessions: dict[bytes, bytes] = {}
-    for name, value in headers:
-        size = len(name)
-        if size == 12 and name.lower() == b"content-type":
-            media_type = value.partition(b";")[0].strip().lower()
-            is_json = media_type == b"application/json" or media_type.endswith(b"+json")
-        elif size in (12, 17) and value and (lower := name.lower()) in SESSION_HEADERS:
-            sessions.setdefault(lower, value)
-    for name in SESSION_HEADERS:
-        if name in sessions:
-            return is_json, sessions[name].decode("latin-1")
-    return is_json, None
+@lru_cache(maxsize=256)
+def _is_json(content_type: bytes | None) -> bool | None:
+    """Whether the content is JSON; None when the header does not say."""
+    if content_type is None:
+        return None
+    media_type = content_type.partition(b";")[0].strip().lower()
+    return media_type == b"application/json" or media_type.endswith(b"+json")
+
+
+def _session_header(headers: Mapping[bytes, bytes]) -> str | None:
+    for name in (b"x-session-id", b"x-kvroute-session"):
+        if value := headers.get(name):
+            return value.decode("latin-1")
+    return None
 
 
 def _load(body: bytes) -> dict[str, Any]:
@@ -171,20 +176,29 @@ def _kind(value: Any) -> str:
     return "an array" if isinstance(value, list) else "an object"
 
 
-def _namespace(model: str | None, fields: Mapping[str, Any], prompt: Prompt) -> dict[str, str]:
-    namespace = {"domain": prompt.domain}
-    if model is not None:
-        namespace["model"] = model
-    for name, part in _NAMESPACE_FIELDS:
-        if value := fields.get(name):
-            if isinstance(value, list):  # SGLang takes a list of adapters, one per prompt of a batch
-                value = "\0".join(each for each in value if isinstance(each, str))
-            if isinstance(value, str):
-                namespace[part] = value
-    return namespace
+def _root(model: str | None, fields: Mapping[str, Any], domain: str) -> int:
+    """Root of the key chain of one prompt."""
+    if NAMESPACE_FIELDS.isdisjoint(fields):
+        return namespace_key(model, domain=domain)
+    return namespace_key(
+        model,
+        _namespace_part(fields.get("lora_name")) or _namespace_part(fields.get("lora_path")),
+        _namespace_part(fields.get("cache_salt")),
+        _namespace_part(fields.get("extra_key")),
+        domain,
+    )
+
+
+def _namespace_part(value: Any) -> str | None:
+    # SGLang takes a list of adapters, one per prompt of a batch.
+    if isinstance(value, list):
+        value = "\0".join(v for v in value if isinstance(v, str))
+    return value if isinstance(value, str) and value else None
 
 
 def _session_id(fields: Mapping[str, Any]) -> str | None:
+    if _SESSION_ROOTS.isdisjoint(fields):
+        return None
     for outer, inner in SESSION_FIELDS:
         value = fields.get(outer)
         if value and inner is not None:

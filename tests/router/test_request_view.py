@@ -9,7 +9,7 @@ import pytest
 from kvroute.router.request_view import NO_KEYS, MalformedBody, ParsedRequest, parse_request
 from kvroute.types import KeyMode
 
-JSON = [(b"Host", b"gateway"), (b"Content-Type", b"application/json; charset=utf-8")]
+JSON = {b"host": b"gateway", b"content-type": b"application/json; charset=utf-8"}
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -19,8 +19,8 @@ CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
 LONG = "All happy families are alike; each unhappy family is unhappy in its own way. " * 20
 
 
-def parse(path: str, headers: list[tuple[bytes, bytes]] = JSON, /, **fields: Any) -> ParsedRequest:
-    return parse_request(path, headers, json.dumps(fields).encode())
+def parse(path: str, headers: dict[bytes, bytes] = JSON, /, **fields: Any) -> ParsedRequest:
+    return parse_request(path.encode(), headers, json.dumps(fields).encode())
 
 
 def chat(*messages: Any, **fields: Any) -> ParsedRequest:
@@ -70,22 +70,20 @@ def test_stream_is_read_as_the_engines_read_it(value: Any, stream: bool) -> None
 @pytest.mark.parametrize(
     ("headers", "fields", "session"),
     [
-        ([(b"X-Session-Id", b"h1"), (b"x-kvroute-session", b"h2")], {"session_id": "b"}, "h1"),
-        ([(b"X-KVRoute-Session", b"h2")], {"session_id": "b"}, "h2"),
-        ([(b"x-session-id", b"")], {"session_id": "b", "user": "u"}, "b"),
-        ([], {"prompt_cache_key": "k", "metadata": {"user_id": "m"}, "user": "u"}, "k"),
-        ([], {"metadata": {"user_id": "m", "session_id": "s"}, "user": "u"}, "s"),
-        ([], {"metadata": {"user_id": "m"}, "user": "u"}, "m"),
-        ([], {"metadata": ["odd"], "user": "u"}, "u"),
-        ([], {"session_id": 7}, "7"),
-        ([], {"session_id": {"a": 1}, "user": True}, None),
-        ([], {}, None),
+        ({b"x-session-id": b"h1", b"x-kvroute-session": b"h2"}, {"session_id": "b"}, "h1"),
+        ({b"x-kvroute-session": b"h2"}, {"session_id": "b"}, "h2"),
+        ({b"x-session-id": b""}, {"session_id": "b", "user": "u"}, "b"),
+        ({}, {"prompt_cache_key": "k", "metadata": {"user_id": "m"}, "user": "u"}, "k"),
+        ({}, {"metadata": {"user_id": "m", "session_id": "s"}, "user": "u"}, "s"),
+        ({}, {"metadata": {"user_id": "m"}, "user": "u"}, "m"),
+        ({}, {"metadata": ["odd"], "user": "u"}, "u"),
+        ({}, {"session_id": 7}, "7"),
+        ({}, {"session_id": {"a": 1}, "user": True}, None),
+        ({}, {}, None),
     ],
 )
-def test_the_session_id(
-    headers: list[tuple[bytes, bytes]], fields: dict[str, Any], session: str | None
-) -> None:
-    assert parse(CHAT, [*JSON, *headers], messages=[], **fields).view.session_id == session
+def test_the_session_id(headers: dict[bytes, bytes], fields: dict[str, Any], session: str | None) -> None:
+    assert parse(CHAT, {**JSON, **headers}, messages=[], **fields).view.session_id == session
 
 
 # --- what is refused and what is not
@@ -108,7 +106,7 @@ def test_a_body_that_cannot_be_routed_on_is_refused_by_field_fault_and_remedy(
     body: bytes, message: str
 ) -> None:
     with pytest.raises(MalformedBody, match=message) as refused:
-        parse_request(CHAT, JSON, body)
+        parse_request(CHAT.encode(), JSON, body)
     assert refused.value.field == ("model" if b"model is" in message.encode() else None)
 
 
@@ -117,7 +115,7 @@ def test_a_body_that_cannot_be_routed_on_is_refused_by_field_fault_and_remedy(
 def test_a_nesting_bomb_is_refused_at_once(opening: bytes, path: str) -> None:
     start = time.perf_counter()
     try:
-        assert parse_request(path, JSON, opening * 100_000).no_keys == "route"
+        assert parse_request(path.encode(), JSON, opening * 100_000).no_keys == "route"
     except MalformedBody:
         assert path == CHAT
     assert time.perf_counter() - start < 0.1
@@ -131,7 +129,7 @@ def test_deep_parts_within_the_parsers_limits_do_no_harm(depth: int) -> None:
         b'"messages":[%b]',
         b'"messages":%b',
     ):
-        request = parse_request(CHAT, JSON, b"{" + where % nest + b',"lora_path":' + nest + b"}")
+        request = parse_request(CHAT.encode(), JSON, b"{" + where % nest + b',"lora_path":' + nest + b"}")
         assert request.prompt_keys(1)[1] in {None, *NO_KEYS}
 
 
@@ -145,12 +143,12 @@ def test_what_orjson_refuses_but_engines_take_is_read() -> None:
         f'\ufeff{{"prompt": {prompt}}}'.encode(),
         f'{{"prompt": {prompt}}}'.encode("utf-16"),
     ):
-        assert keys(parse_request(COMPLETIONS, JSON, body)) == plain
+        assert keys(parse_request(COMPLETIONS.encode(), JSON, body)) == plain
 
 
 def test_lone_surrogates_in_a_prompt_have_keys_of_their_own() -> None:
     one, other = (
-        parse_request(COMPLETIONS, JSON, b'{"prompt": "%b"}' % (text * 30))
+        parse_request(COMPLETIONS.encode(), JSON, b'{"prompt": "%b"}' % (text * 30))
         for text in (rb"\ud800", rb"\udc00")
     )
     assert keys(one) != keys(other)
@@ -201,27 +199,27 @@ def test_no_opinion_always_has_a_reason(path: str, fields: dict[str, Any], reaso
 )
 @pytest.mark.parametrize("path", [CHAT, "/v1/audio/transcriptions"])
 def test_a_body_that_is_not_json_passes_unread(media_type: bytes, path: str) -> None:
-    headers = [(b"content-type", media_type), (b"x-session-id", b"s")]
-    request = parse_request(path, headers, b"\x00{ not json")
+    headers = {b"content-type": media_type, b"x-session-id": b"s"}
+    request = parse_request(path.encode(), headers, b"\x00{ not json")
     assert (request.view.model, request.view.session_id) == (None, "s")
     assert request.prompt_keys(64) == (None, "content_type" if path == CHAT else "route")
 
 
-@pytest.mark.parametrize("headers", [JSON, []])
-def test_no_body_passes(headers: list[tuple[bytes, bytes]]) -> None:
-    assert parse_request(CHAT, headers, b"").prompt_keys(64) == (None, "empty")
-    assert parse_request("/v1/models", headers, b"").prompt_keys(64) == (None, "route")
+@pytest.mark.parametrize("headers", [JSON, {}])
+def test_no_body_passes(headers: dict[bytes, bytes]) -> None:
+    assert parse_request(CHAT.encode(), headers, b"").prompt_keys(64) == (None, "empty")
+    assert parse_request(b"/v1/models", headers, b"").prompt_keys(64) == (None, "route")
 
 
 def test_a_prompt_route_without_a_content_type_is_read_as_json() -> None:
-    assert parse_request(COMPLETIONS, [], b'{"model": "m"}').view.model == "m"
+    assert parse_request(COMPLETIONS.encode(), [], b'{"model": "m"}').view.model == "m"
 
 
 def test_an_unknown_json_route_names_its_model_and_refuses_nothing() -> None:
     view = parse("/v1/rerank", model="m", stream=True, user="u").view
     assert (view.model, view.stream, view.session_id) == ("m", True, "u")
     for body in (b"{", b"[]", b'{"model": 7}'):
-        assert parse_request("/v1/rerank", JSON, body).view.model is None
+        assert parse_request(b"/v1/rerank", JSON, body).view.model is None
 
 
 # --- which prompts are equal, and which extend which
@@ -367,7 +365,7 @@ def test_no_text_can_imitate_a_field() -> None:
     honest = chat(user("a"), user("b")).prompt_bytes()
     for trick in ("a\xffruser\xffcb", "a\x00ruser\x00cb", "a\udcffruser\udcffcb"):
         body = json.dumps({"messages": [user(trick)]}).encode()
-        assert parse_request(CHAT, JSON, body).prompt_bytes() != honest
+        assert parse_request(CHAT.encode(), JSON, body).prompt_bytes() != honest
 
 
 def test_model_adapter_and_salt_are_namespaces_of_their_own() -> None:
