@@ -81,7 +81,8 @@ class Meter:
 
     def in_band_error(self) -> bool:
         """True when the end of a stream holds an error event."""
-        return _IN_BAND_ERROR.search(self.tail()) is not None
+        tail = self.tail()
+        return b"error" in tail and _IN_BAND_ERROR.search(tail) is not None
 
     def usage(self) -> Usage:
         """Token counts from the last `usage` object (OpenAI, Anthropic) or SGLang's `meta_info`."""

@@ -75,6 +75,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._in_head = True
         self._head_bytes = 0
         self._idle_s = 0.0
+        self._read_s = 0.0
         self._total_deadline_s = NEVER
         self._pieces: list[bytes] = []
         self._response = Response()
@@ -131,8 +132,13 @@ class UpstreamConnection(asyncio.Protocol):
         elif self._complete:
             done.set_result(None)
         else:
-            self.deadline_s = min(monotonic() + self._idle_s, self._total_deadline_s)
+            self._read_s = monotonic()
+            self.deadline_s = self._idle_deadline_s
         return done
+
+    @property
+    def _idle_deadline_s(self) -> float:
+        return min(self._read_s + self._idle_s, self._total_deadline_s)
 
     def finish(self) -> None:
         """End of the exchange, however it went: back to the pool when clean, else closed. Idempotent."""
@@ -167,7 +173,8 @@ class UpstreamConnection(asyncio.Protocol):
             self._paused = False
             if not self._closed:
                 self._transport.resume_reading()
-                self.deadline_s = min(monotonic() + self._idle_s, self._total_deadline_s)
+                self._read_s = monotonic()
+                self.deadline_s = self._idle_deadline_s
 
     # --- asyncio.Protocol ----------------------------------------------------------------------
 
@@ -200,9 +207,8 @@ class UpstreamConnection(asyncio.Protocol):
                 )
         elif self._sink is not None:
             if self._pieces:
-                now = monotonic()
-                self.deadline_s = min(now + self._idle_s, self._total_deadline_s)
-                self._sink(self.take_body(), now)
+                self._read_s = now_s = monotonic()
+                self._sink(self.take_body(), now_s)
             if self._complete and self._done is not None and not self._done.done():
                 self._done.set_result(None)
         elif (self._pieces or self._complete) and self._ready is not None and not self._ready.done():
@@ -253,6 +259,9 @@ class UpstreamConnection(asyncio.Protocol):
         status = self._response.status or None
         if monotonic() >= self._total_deadline_s:
             error = GatewayError(Failure.TOTAL_TIMEOUT, "timeouts.total_s passed", upstream_status=status)
+        elif self._done is not None and monotonic() < self._idle_deadline_s:
+            self.deadline_s = self._idle_deadline_s  # a read moves no deadline: it is looked up when due
+            return
         elif self._done is None:
             error = GatewayError(
                 Failure.FIRST_BYTE_TIMEOUT,
