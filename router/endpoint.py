@@ -75,11 +75,6 @@ class Endpoint:
             raise EndpointError(f"worker url {url!r} needs an absolute socket path; {ACCEPTED}")
         return cls(f"unix://{quote(path)}", "localhost", 0, path, False, "", "localhost")
 
-    def http_url(self, path: str) -> str:
-        """`path` as a URL for an HTTP client; over a unix socket the host part is a placeholder."""
-        scheme = "https" if self.tls else "http"
-        return f"{scheme}://{self.authority}{self.base_path}{path}"
-
 
 def join_host_port(host: str, port: int) -> str:
     """`host:port`, with an IPv6 address in brackets exactly once and in its one short form."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-import ssl
 from typing import Any
 
-import httpx
+import orjson
 import structlog
 
 from kvroute.clock import monotonic
 from kvroute.config import Health
 from kvroute.router.discovery import EngineMetrics, engine_of, read_cards, read_metrics, read_server_info
+from kvroute.router.errors import Failure, GatewayError
+from kvroute.router.probe import Answer, get
 from kvroute.router.workers import Member, Registry, State
 from kvroute.types import EngineKind
 
@@ -20,9 +21,6 @@ log = structlog.get_logger(__name__)
 
 MAX_BACKOFF_S = 30.0
 SLOW_SCRAPE_RATIO = 0.1
-MAX_ANSWER_BYTES = 16 * 2**20
-# Each worker has at most two probes under way; a shared limit would let hung workers hold up the others.
-NO_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
 
 class Prober:
@@ -32,11 +30,9 @@ class Prober:
     its start time moved) becomes a new incarnation.
     """
 
-    def __init__(self, registry: Registry, options: Health, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, registry: Registry, options: Health) -> None:
         self._registry = registry
         self._options = options
-        self._tls = tls
-        self._clients: dict[tuple[str | None, bool], httpx.AsyncClient] = {}
         self._tasks: dict[Member, list[asyncio.Task[None]]] = {}
         self._random = random.Random(0)
         registry.on_change(self._member_changed)
@@ -57,46 +53,12 @@ class Prober:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for client in self._clients.values():
-            await client.aclose()
 
-    # --- HTTP ----------------------------------------------------------------------------------
-
-    def _client(self, member: Member) -> httpx.AsyncClient:
-        path, tls = member.endpoint.unix_path, member.endpoint.tls
-        client = self._clients.get((path, tls))
-        if client is None:
-            transport = httpx.AsyncHTTPTransport(
-                uds=path,
-                verify=(self._tls or ssl.create_default_context()) if tls else False,
-                limits=NO_LIMITS,
-            )
-            client = self._clients[path, tls] = httpx.AsyncClient(
-                transport=transport, timeout=self._options.timeout_s, follow_redirects=False, trust_env=False
-            )
-        return client
-
-    async def _get(self, member: Member, path: str) -> httpx.Response:
-        """The answer, read whole within one time limit; httpx.HTTPError or TimeoutError otherwise."""
-        key = member.config.api_key
-        headers = {"authorization": f"Bearer {key.get_secret_value()}"} if key else {}
-        async with asyncio.timeout(self._options.timeout_s):
-            url = member.endpoint.http_url(path)
-            async with self._client(member).stream("GET", url, headers=headers) as response:
-                body = b""
-                async for piece in response.aiter_bytes():
-                    body += piece
-                    if len(body) > MAX_ANSWER_BYTES:
-                        raise httpx.ReadError(f"{path} answered over {MAX_ANSWER_BYTES} bytes")
-                return httpx.Response(
-                    response.status_code, headers={"content-type": "application/json"}, content=body
-                )
-
-    async def _get_json(self, member: Member, path: str) -> Any:
+    async def _get(self, member: Member, path: str) -> Answer | None:
+        """None when there is no answer."""
         try:
-            response = await self._get(member, path)
-            return response.json() if response.status_code == 200 else None
-        except (httpx.HTTPError, TimeoutError, ValueError, RecursionError):
+            return await get(member, path, self._options.timeout_s)
+        except (GatewayError, TimeoutError):
             return None
 
     # --- health and models ---------------------------------------------------------------------
@@ -117,13 +79,13 @@ class Prober:
             )
 
     async def _probe(self, member: Member) -> None:
+        refused = False
         try:
-            response = await self._get(member, self._options.path)
-            healthy, refused = response.status_code < 500, False
-        except httpx.ConnectError:
-            healthy, refused = False, True
-        except (httpx.HTTPError, TimeoutError):
-            healthy, refused = False, False
+            healthy = (await get(member, self._options.path, self._options.timeout_s)).status < 500
+        except GatewayError as error:
+            healthy, refused = False, error.failure is Failure.CONNECT_REFUSED
+        except TimeoutError:
+            healthy = False
         if healthy and member.was_refused and member.state in (State.READY, State.UNHEALTHY):
             self._registry.replace(member)
         elif healthy:
@@ -152,21 +114,20 @@ class Prober:
         """Ask a worker that starts who it is; False while it cannot say which models it serves."""
         if not await self._refresh_models(member):
             return False
-        info = await self._get_json(member, "/server_info")
-        size = read_server_info(info)
+        answer = await self._get(member, "/server_info")
+        size = None if answer is None else read_server_info(_read_json(answer))
         if size is not None:
             self._registry.update(member, block_size_tokens=size)
         return True
 
     async def _refresh_models(self, member: Member) -> bool:
-        try:
-            response = await self._get(member, "/v1/models")
-            answer = response.json() if response.status_code == 200 else None
-        except (httpx.HTTPError, TimeoutError, ValueError, RecursionError):
+        answer = await self._get(member, "/v1/models")
+        if answer is None or answer.status >= 500:
             return False
-        if response.status_code >= 500:
+        models = _read_json(answer)
+        if answer.status == 200 and models is None:
             return False
-        cards = read_cards(answer)
+        cards = read_cards(models)
         changes: dict[str, Any] = {"models": tuple(card["id"] for card in cards)}
         kind = engine_of(cards)
         if member.config.engine is None and kind is not None:
@@ -197,11 +158,10 @@ class Prober:
             await asyncio.sleep(pause_s * self._random.uniform(0.9, 1.1))
 
     async def _scrape(self, member: Member) -> EngineMetrics | None:
-        try:
-            response = await self._get(member, "/metrics")
-        except (httpx.HTTPError, TimeoutError):
+        answer = await self._get(member, "/metrics")
+        if answer is None or answer.status != 200:
             return None
-        return read_metrics(response.text) if response.status_code == 200 else None
+        return read_metrics(answer.body.decode("utf-8", "replace"))
 
     def _store(self, member: Member, sample: EngineMetrics) -> None:
         load = member.load
@@ -225,3 +185,11 @@ class Prober:
         member.started_at = sample.started_at or member.started_at
         if restarted and member.state in (State.READY, State.UNHEALTHY):
             self._registry.replace(member)
+
+
+def _read_json(answer: Answer) -> Any:
+    """The JSON of a 200; None when it is neither."""
+    try:
+        return orjson.loads(answer.body) if answer.status == 200 else None
+    except orjson.JSONDecodeError:
+        return None

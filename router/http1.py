@@ -429,8 +429,9 @@ class ClientConnection(asyncio.Protocol):
             self.transport.writelines((head, body))
 
     def write(self, data: bytes) -> None:
-        """The next part of the body, not empty."""
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        """The next part of the body, not empty; for nobody when the client has just left."""
+        if not self._discarding:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     def end(self) -> None:
         if self._chunked:

@@ -104,7 +104,7 @@ class GatewayServer:
             make_pool, health=config.health, breaker=config.breaker, limits=config.limits, clock=monotonic
         )
         self.registry.on_change(self._member_changed)
-        self._prober = Prober(self.registry, config.health, self._tls)
+        self._prober = Prober(self.registry, config.health)
         dispatcher = Dispatcher(
             self.registry,
             self.index,

@@ -119,6 +119,11 @@ class UpstreamConnection(asyncio.Protocol):
         return self._complete
 
     @property
+    def closed(self) -> bool:
+        """The connection is lost."""
+        return self._closed
+
+    @property
     def error(self) -> GatewayError | None:
         """Set when the response broke off."""
         return self._error
@@ -180,7 +185,6 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._pool.opened(self)
 
     def data_received(self, data: bytes) -> None:
         if not self._exchanging or self._complete:
@@ -386,6 +390,10 @@ class UpstreamPool:
             ) from None
         except (OSError, ssl.SSLError) as error:
             raise GatewayError(Failure.CONNECT_REFUSED, f"cannot connect to worker: {error}") from None
+        # Not in connection_made: uvloop, cancelled right after that, closes without connection_lost.
+        if not protocol.closed:
+            self._open.add(protocol)
+            self._sweeper.watch(protocol)
         return protocol
 
     def _protocol(self) -> UpstreamConnection:
@@ -397,10 +405,6 @@ class UpstreamPool:
             return
         connection.deadline_s = monotonic() + self._timeouts.upstream_keep_alive_s
         self._idle.append(connection)
-
-    def opened(self, connection: UpstreamConnection) -> None:
-        self._open.add(connection)
-        self._sweeper.watch(connection)
 
     def lost(self, connection: UpstreamConnection) -> None:
         self._open.discard(connection)

@@ -74,7 +74,12 @@ async def test_a_certificate_that_turns_bad_is_a_502(trusted: Certificate, stran
     context = trusted.context()
     async with (
         Engine(ssl=context) as engine,
-        gateway(engine, upstream_ca_file=trusted.certificate, health={"interval_s": 60}) as server,
+        gateway(
+            engine,
+            upstream_ca_file=trusted.certificate,
+            health={"interval_s": 60, "metrics_interval_s": 60},
+            timeouts={"upstream_keep_alive_s": 0.01},
+        ) as server,
     ):
         strange.into(context)
         answer = await ask(server.url, CHAT, BODY)
