@@ -7,14 +7,17 @@ import json
 import os
 import random
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
+import uvloop
 
 from kvroute.router.server import GatewayServer
 from tests.kit import CHAT, Client, Engine, Received, Wire, until
 from tests.router.edge import edge, send_reset
 
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 REQUESTS = 240
 CLIENTS = 12
 SEED = int(os.environ.get("CHAOS_SEED", random.SystemRandom().randrange(10**6)))
@@ -109,9 +112,17 @@ async def _client(server: GatewayServer, chance: random.Random, work: list[int],
     client.close()
 
 
-@pytest.mark.parametrize("policy", ["least_loaded", "prefix_affinity"])
-async def test_no_response_lies_and_the_books_balance(policy: str) -> None:
+@pytest.mark.parametrize(
+    ("loop_factory", "policy"),
+    [(asyncio.new_event_loop, "least_loaded"), (uvloop.new_event_loop, "prefix_affinity")],
+)
+def test_no_response_lies_and_the_books_balance(loop_factory: LoopFactory, policy: str) -> None:
     print(f"CHAOS_SEED={SEED}")
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(_run(policy))
+
+
+async def _run(policy: str) -> None:
     chance = random.Random(SEED)
     engines = [Engine(Accidents(SEED + number)) for number in range(3)]
     options = {"policy": policy, "retry": {"budget_burst": 1000}, "breaker": {"failures": 10, "open_s": 0.1}}

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from asyncio import AbstractEventLoop
+from collections.abc import Callable
 
 import pytest
+import uvloop
 
 from kvroute.router.server import url_of
 from tests.kit import CHAT, Client, Engine, Received, Wire, ask, until
@@ -156,3 +160,21 @@ async def test_an_answer_that_does_not_wait_for_the_request_body() -> None:
         for writer in connections:
             writer.transport.abort()
     listener.close()
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_connect_that_is_given_up_leaves_nothing(loop_factory: Callable[[], AbstractEventLoop]) -> None:
+    async def scenario() -> None:
+        async with Engine() as engine, edge(engine) as server:
+            (member,) = server.registry.members.values()
+            for number in range(60):
+                connecting = asyncio.ensure_future(member.pool.connect())
+                for _ in range(number % 6):
+                    await asyncio.sleep(0)
+                await asyncio.sleep(number % 5 * 1e-4)
+                connecting.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    (await connecting).close()
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(scenario())
