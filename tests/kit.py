@@ -107,6 +107,8 @@ class Engine:
     """Status of /health; None never answers."""
     metrics: str | None = ""
     """Body of /metrics; None never answers."""
+    keeps_probes: bool = True
+    """False closes the connection of every probe, so that traffic finds none of them in the pool."""
     host: str = "127.0.0.1"
     unix_path: str | None = None
     ssl: Any = None
@@ -176,20 +178,21 @@ class Engine:
         ):
             return False
         self.probes += 1
+        close = () if self.keeps_probes else ("connection: close",)
         if request.target == "/health":
-            await (asyncio.sleep(3600) if self.health is None else wire.answer(self.health, b""))
+            await (asyncio.sleep(3600) if self.health is None else wire.answer(self.health, b"", *close))
         elif request.target == "/metrics":
             text = self.metrics
             await (
                 asyncio.sleep(3600)
                 if text is None
-                else wire.answer(200, text.encode(), content_type="text/plain")
+                else wire.answer(200, text.encode(), *close, content_type="text/plain")
             )
         elif request.target == "/v1/models":
             cards = [{"id": name, "object": "model", "owned_by": "vllm"} for name in self.models]
-            await wire.answer(200, json.dumps({"object": "list", "data": cards}).encode())
+            await wire.answer(200, json.dumps({"object": "list", "data": cards}).encode(), *close)
         else:
-            await wire.answer(404, b"{}")
+            await wire.answer(404, b"{}", *close)
         return True
 
 

@@ -88,14 +88,16 @@ def send_reset(wire: Wire) -> None:
 
 
 class Lasting:
-    """A script that sends `pieces`, then stays until the gateway leaves."""
+    """Sends `pieces`, then stays until the gateway leaves. `wire` is that of the last request."""
 
     def __init__(self, *pieces: bytes) -> None:
         self.pieces = pieces
+        self.wire: Wire
         self.begun = asyncio.Event()
         self.left = asyncio.Event()
 
     async def __call__(self, _request: Received, wire: Wire) -> None:
+        self.wire = wire
         if self.pieces:
             await wire.start_stream()
             for piece in self.pieces:

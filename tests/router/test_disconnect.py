@@ -157,7 +157,7 @@ async def test_two_clients_with_one_id_are_two_requests() -> None:
             assert await client.chunk() == EVENTS[0]
         clients[0].abort()
         await until(lambda: sum(m.load.requests for m in server.registry.members.values()) == 1)
-        await engine.wires[-1].chunk(EVENTS[1])
+        await script.wire.chunk(EVENTS[1])
         assert await clients[1].chunk() == EVENTS[1]
         clients[1].abort()
 

@@ -72,7 +72,8 @@ async def test_a_stale_connection_is_replaced_once_and_nobody_blamed(how: str) -
 
 
 async def test_a_fresh_connection_that_closes_is_a_failure() -> None:
-    async with Engine(raw(b"", close=True)) as engine, edge(engine, breaker={"failures": 99}) as server:
+    fresh = Engine(raw(b"", close=True), keeps_probes=False)
+    async with fresh as engine, edge(engine, breaker={"failures": 99}) as server:
         answer = await ask(server.url, CHAT, b"{}")
         assert (answer.status, answer.code) == (502, "upstream_reset")
         assert len(engine.received) == 1
@@ -124,10 +125,14 @@ async def test_an_engine_that_closes_at_idle_costs_no_request() -> None:
 
 
 async def test_idle_connections_are_closed_before_the_engine_would() -> None:
-    async with Engine() as engine, edge(engine, timeouts={"upstream_keep_alive_s": 0.2}) as server:
+    health = {"interval_s": 60, "models_interval_s": 60, "metrics_interval_s": 60}
+    async with (
+        Engine() as engine,
+        edge(engine, timeouts={"upstream_keep_alive_s": 0.2}, health=health) as server,
+    ):
         await ask(server.url, CHAT, b"{}")
         (member,) = server.registry.members.values()
-        assert member.pool.open_connections == 1
+        assert member.pool.open_connections >= 1
         await until(lambda: member.pool.open_connections == 0, within_s=1)
         await ask(server.url, CHAT, b"{}")
         assert engine.received[0].connection != engine.received[1].connection

@@ -60,8 +60,8 @@ async def test_a_stream_outlives_the_removal_of_its_worker() -> None:
         server.registry.remove(member)
         refused = await ask(server.url, CHAT, {"model": "m"})
         assert (refused.status, refused.code) == (503, "no_worker")
-        await engine.wires[-1].chunk(EVENTS[1])
-        await engine.wires[-1].chunk(b"")
+        await script.wire.chunk(EVENTS[1])
+        await script.wire.chunk(b"")
         assert [await client.chunk() for _ in range(2)] == [EVENTS[1], b""]
         await until(lambda: not server.registry.members)
         client.close()

@@ -106,7 +106,7 @@ async def test_a_good_request_is_answered_before_the_bad_one_behind_it() -> None
         await client.send(CHAT, {"model": "m"})
         await promptly(script.begun)
         client.writer.write(b"BAD\r\n\r\n" + HIDDEN)
-        await engine.wires[-1].answer(200, b"good")
+        await script.wire.answer(200, b"good")
         assert (await client.receive()).body == b"good"
         assert (await client.receive()).status == 400
         assert await client.reader.read() == b""
@@ -126,7 +126,7 @@ async def test_nothing_piles_up_behind_a_refusal() -> None:
         await until(lambda: connection._refusal is not None)
         await asyncio.sleep(0.05)
         assert len(connection._headers) < 10
-        await engine.wires[-1].chunk(b"")
+        await script.wire.chunk(b"")
         assert (await client.receive()).body == EVENTS[0]
         assert (await client.receive()).code == "body_too_large"
         client.close()

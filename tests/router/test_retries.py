@@ -39,7 +39,7 @@ def status(code: int, body: bytes = b'{"detail":"engine says"}', *headers: str) 
 )
 async def test_a_failure_before_the_first_byte_goes_unnoticed(reason: str, script: Script) -> None:
     async with (
-        Engine(script) as bad,
+        Engine(script, keeps_probes=False) as bad,
         Engine(stream(*EVENTS)) as good,
         edge(bad, good, breaker=STEADY) as server,
     ):
@@ -103,7 +103,7 @@ async def test_statuses_to_retry_are_configured() -> None:
 
 
 async def test_attempts_are_limited() -> None:
-    engines = [Engine(raw(b"", close=True)) for _ in range(4)]
+    engines = [Engine(raw(b"", close=True), keeps_probes=False) for _ in range(4)]
     async with (
         engines[0],
         engines[1],
@@ -117,7 +117,10 @@ async def test_attempts_are_limited() -> None:
 
 
 async def test_the_budget_limits_retries_over_all_requests() -> None:
-    async with Engine(raw(b"", close=True)) as one, Engine(raw(b"", close=True)) as two:
+    async with (
+        Engine(raw(b"", close=True), keeps_probes=False) as one,
+        Engine(raw(b"", close=True), keeps_probes=False) as two,
+    ):
         budget = {"budget_ratio": 0.0, "budget_burst": 3}
         async with edge(one, two, retry=budget, breaker=STEADY) as server:
             for _ in range(10):

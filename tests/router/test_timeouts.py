@@ -186,7 +186,7 @@ async def test_a_connection_waiting_for_a_slow_answer_is_not_idle() -> None:
     async with Engine(script) as engine, edge(engine, timeouts=limits) as server:
         client = await first_chunk(server, CHAT, {"model": "m", "stream": True})
         await asyncio.sleep(0.4)
-        await engine.wires[-1].chunk(EVENTS[1])
+        await script.wire.chunk(EVENTS[1])
         assert await client.chunk() == EVENTS[1]
         client.abort()
         await promptly(script.left)
