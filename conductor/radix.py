@@ -81,7 +81,7 @@ class RadixTree:
         self.runs[leaf] += run
 
     def split(self, node: int, blocks: int, holders: int) -> int:
-        """Put the first `blocks` of a node's run into a new parent with these holders; returns that parent."""
+        """Move the first `blocks` of a run to a new parent with these holders; returns that parent."""
         run, above = self.runs[node], self.parent[node]
         cut = blocks * KEY_BYTES
         row = self._new_row(above, run[:cut], holders)

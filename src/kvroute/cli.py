@@ -113,7 +113,8 @@ def demo(seed: Annotated[int, typer.Option(help="Of the generated conversations.
     from kvroute.router import logs
 
     logs.configure("error")
-    raise typer.Exit(run_demo(seed, Console()))
+    results = run_demo(seed, Console())
+    raise typer.Exit(1 if any(result.failures for result in results) else 0)
 
 
 @app.command(name="mock-engine")
