@@ -26,9 +26,9 @@ from kvroute.router.gateway import Gateway
 from kvroute.router.health import Prober
 from kvroute.router.http1 import ClientConnection, ServerState
 from kvroute.router.metrics import Metrics, gauge
+from kvroute.router.pool import UpstreamPool
 from kvroute.router.retry import RetryBudget
 from kvroute.router.sweeper import Sweeper
-from kvroute.router.upstream import UpstreamPool
 from kvroute.router.workers import Member, Registry, State
 
 log = structlog.get_logger(__name__)

@@ -18,7 +18,7 @@ from kvroute.config import Health, Limits, WorkerConfig
 from kvroute.router.breaker import Breaker
 from kvroute.router.endpoint import Endpoint
 from kvroute.router.errors import Failure, GatewayError
-from kvroute.router.upstream import UpstreamPool
+from kvroute.router.pool import UpstreamPool
 from kvroute.types import EngineKind, Outcome, Worker, WorkerLoad
 
 log = structlog.get_logger(__name__)

@@ -9,7 +9,7 @@ import pytest
 from kvroute.config import Breaker, Health, Limits, WorkerConfig
 from kvroute.router.endpoint import Endpoint
 from kvroute.router.errors import GatewayError
-from kvroute.router.upstream import UpstreamPool
+from kvroute.router.pool import UpstreamPool
 from kvroute.router.workers import Lease, Member, Registry, State
 from kvroute.types import Outcome
 

@@ -12,8 +12,9 @@ from kvroute.router.endpoint import Endpoint
 from kvroute.router.headers import Headers
 from kvroute.router.heads import request_head, response_head
 from kvroute.router.http1 import Request
+from kvroute.router.pool import UpstreamPool
 from kvroute.router.sweeper import Sweeper
-from kvroute.router.upstream import Response, UpstreamPool
+from kvroute.router.upstream import Response
 from kvroute.router.workers import Member
 from kvroute.types import Worker
 
