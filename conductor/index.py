@@ -57,19 +57,11 @@ class ApproximateIndex:
     def match(self, keys: Sequence[int], worker_ids: Sequence[str]) -> list[int]:
         """Contiguous blocks from the first that each worker holds, parallel to the ids. Changes nothing."""
         steps = self._steps(keys)
-        if not steps:
-            return [0] * len(worker_ids)
-        steps.reverse()
-        bits = self._bits
-        found = []
-        for worker_id in worker_ids:
-            bit = bits.get(worker_id, 0)
+        found = [0] * len(worker_ids)
+        if steps:
+            bits = [self._bits.get(worker_id, 0) for worker_id in worker_ids]
             for holders, depth in steps:
-                if holders & bit:
-                    found.append(depth)
-                    break
-            else:
-                found.append(0)
+                found = [depth if holders & bit else known for bit, known in zip(bits, found, strict=True)]
         return found
 
     def _steps(self, keys: Sequence[int]) -> list[tuple[int, int]]:
