@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from kvroute.router.http1 import Request
+from kvroute.router.request_parser import Request
 
 Message = MutableMapping[str, Any]
 App = Callable[

@@ -10,9 +10,10 @@ from kvroute.config import Config
 from kvroute.router.dispatch import Choice, Dispatcher
 from kvroute.router.errors import REASONS, Failure, GatewayError
 from kvroute.router.heads import request_head, response_head
-from kvroute.router.http1 import ClientConnection, Request
+from kvroute.router.http1 import ClientConnection
 from kvroute.router.meter import NO_USAGE, Meter, Usage
 from kvroute.router.metrics import Metrics
+from kvroute.router.request_parser import Request
 from kvroute.router.request_view import ParsedRequest
 from kvroute.router.retry import RetryBudget
 from kvroute.router.upstream import Response, StaleConnection, UpstreamConnection

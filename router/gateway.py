@@ -16,9 +16,10 @@ from kvroute.router.asgi import App, run_app
 from kvroute.router.control import PUBLIC_PATHS
 from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.exchange import Exchange, Services
-from kvroute.router.http1 import ClientConnection, Request
+from kvroute.router.http1 import ClientConnection
 from kvroute.router.metrics import gauge
 from kvroute.router.prompt_bytes import ROUTES
+from kvroute.router.request_parser import Request
 from kvroute.router.request_view import MalformedBody, ParsedRequest, parse_request
 from kvroute.router.workers import Member, State
 
@@ -82,6 +83,11 @@ class Gateway:
             self._in_flight -= 1
             model = "none" if exchange is None else exchange.model_label
             metrics.requests.add(path.decode() if path in ROUTES else "other", model, ended)
+
+    def refused(self, error: GatewayError) -> None:
+        """Count and log a request that was refused while it arrived."""
+        self._services.metrics.failures.add(error.failure)
+        log.info("refused", reason=error.failure.value, status=error.status, message=error.message)
 
     # --- before --------------------------------------------------------------------------------
 

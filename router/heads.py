@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvroute.config import Config
 from kvroute.router.headers import HOP_BY_HOP, REWRITTEN_ON_REQUEST, named_by_connection
-from kvroute.router.http1 import Request
+from kvroute.router.request_parser import Request
 from kvroute.router.upstream import Response
 from kvroute.router.workers import Member
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import socket
 import struct
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-import httptools
 import structlog
-from msgspec import Struct
 
 from kvroute.clock import monotonic
 from kvroute.config import Limits, Timeouts
 from kvroute.router.errors import Failure, GatewayError
-from kvroute.router.headers import Headers
+from kvroute.router.request_parser import Request, RequestParser
 from kvroute.router.sweeper import NEVER, Sweeper
 
 log = structlog.get_logger(__name__)
@@ -27,25 +24,13 @@ LINGER_S = 5.0
 MAX_LINGER_S = 30.0
 
 
-class Request(Struct):
-    """One request, complete: the body has arrived in full."""
-
-    method: bytes
-    target: bytes
-    """Path and query exactly as sent (origin form)."""
-    headers: Headers
-    fields: dict[bytes, bytes]
-    """Lower-case name to value, the first where a name comes twice."""
-    body: bytes
-    keep_alive: bool
-    http10: bool
-    received_s: float
-
-
 class Handler(Protocol):
     """Answers requests. Cancelled when the client goes away."""
 
     async def handle(self, request: Request, client: ClientConnection) -> None: ...
+
+    def refused(self, error: GatewayError) -> None:
+        """A request was answered with `error` before it was complete."""
 
 
 class Source(Protocol):
@@ -95,10 +80,9 @@ class ClientConnection(asyncio.Protocol):
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._parser = httptools.HttpRequestParser(self)
+        self._requests = RequestParser(state, self._arrived, self._go_on)
         self._queue: deque[Request] = deque()
         self._task: asyncio.Task[None] | None = None
-        self._refusal: GatewayError | None = None
         self._discarding = False
         self._linger_until_s = 0.0
         self._current: Request | None = None
@@ -108,18 +92,6 @@ class ClientConnection(asyncio.Protocol):
         self.started = False
         """A response head has been written for the current request."""
         self.deadline_s = NEVER
-        self._reset_message()
-
-    def _reset_message(self) -> None:
-        self._target = b""
-        self._headers: Headers = []
-        self._fields: dict[bytes, bytes] = {}
-        self._body: list[bytes] = []
-        self._body_bytes = 0
-        self._head_bytes = 0
-        self._framing_bytes = 0
-        """Received since the last body byte, once the head is over: chunk sizes and trailers."""
-        self._in_head = True
 
     # --- reading -------------------------------------------------------------------------------
 
@@ -127,7 +99,9 @@ class ClientConnection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
         state = self._state
         if len(state.connections) >= state.limits.connections:
-            error = GatewayError(Failure.NO_WORKER, "too many client connections", retry_after_s=1)
+            message = f"{state.limits.connections} client connections are open (limits.connections)"
+            error = GatewayError(Failure.OVERLOADED, message, retry_after_s=1)
+            state.handler.refused(error)
             self.transport.write(error.response(None, close=True))
             self.transport.close()
             self._discarding = True
@@ -138,7 +112,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._discarding = True
         self._state.lost(self)
-        self._release_body()
+        self._requests.refuse(GatewayError(Failure.MALFORMED, "the client left in the middle of a request"))
         for request in self._queue:
             self._state.buffered_bytes -= len(request.body)
         self._queue.clear()
@@ -149,177 +123,37 @@ class ClientConnection(asyncio.Protocol):
         if self._discarding:
             self.deadline_s = min(monotonic() + LINGER_S, self._linger_until_s)
             return
-        if self._refusal is not None:
-            return  # it is sent once the current response is; nothing after it will be answered
-        if self._in_head:
-            if not self._head_bytes and self._task is None:
-                self.deadline_s = monotonic() + self._state.timeouts.request_s
-            self._head_bytes += len(data)
-        else:
-            self._framing_bytes += len(data)
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._decline_upgrade(data[upgrade.args[0] :])
-        except httptools.HttpParserError as error:
-            self._refuse(GatewayError(Failure.MALFORMED, f"malformed HTTP request: {error}"))
-        received = self._head_bytes if self._in_head else self._framing_bytes
-        if received > self._state.limits.header_bytes:
-            self._refuse_headers()
-        if self._refusal is not None and self._task is None:
-            self._send_refusal()
+        parser = self._requests
+        if self._task is None and not parser.receiving:
+            self.deadline_s = monotonic() + self._state.timeouts.request_s
+        parser.feed(data)
+        if parser.error is not None and self._task is None:
+            self._send_refusal(parser.error)
 
-    def _decline_upgrade(self, rest: bytes) -> None:
-        """Read on as if no upgrade had been offered (RFC 9110 7.8).
-
-        The parser takes what follows such a head for another protocol, yet it can be a body: Java's client
-        offers h2c with its POSTs. A new parser is given the framing of this message and then the rest.
-        """
-        offered, self._parser = self._parser, httptools.HttpRequestParser(self)
-        if offered.get_method() == b"CONNECT":
-            self._refuse(GatewayError(Failure.MALFORMED, "CONNECT is not accepted"))
-            return
-        framing = [
-            b"%b: %b\r\n" % (name, value)
-            for name, value in self._headers
-            if name.lower() in (b"content-length", b"transfer-encoding")
-        ]
-        if not offered.should_keep_alive():
-            framing.append(b"Connection: close\r\n")
-        version = offered.get_http_version().encode()
-        try:
-            self._parser.feed_data(
-                b"%b / HTTP/%b\r\n%b\r\n" % (offered.get_method(), version, b"".join(framing))
-            )
-            self._parser.feed_data(rest)
-        except httptools.HttpParserUpgrade:
-            message = "a request with an Upgrade header cannot be followed by another before its response"
-            self._refuse(GatewayError(Failure.MALFORMED, message))
-        except httptools.HttpParserError as error:
-            self._refuse(GatewayError(Failure.MALFORMED, f"malformed HTTP request: {error}"))
-
-    def on_url(self, url: bytes) -> None:
-        if self._in_head:
-            self._target += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # a trailer is no header (RFC 9110 6.5.1)
-            self._headers.append((name, value))
-
-    def on_headers_complete(self) -> None:
-        if not self._in_head:
-            return
-        self._in_head = False
-        if self._head_bytes > self._state.limits.header_bytes:
-            size = len(self._target) + sum(len(name) + len(value) + 4 for name, value in self._headers)
-            if size > self._state.limits.header_bytes:
-                self._refuse_headers()
-                return
-        fields = self._fields = {name.lower(): value for name, value in reversed(self._headers)}
-        if int(fields.get(b"content-length", 0)) > self._state.limits.body_bytes:
-            self._refuse_body()
-        elif b"transfer-encoding" in fields and any(
-            name.lower() == b"transfer-encoding" and value.lower() != b"chunked"
-            for name, value in self._headers
-        ):
-            message = "the only transfer coding accepted in a request is chunked"
-            self._refuse(GatewayError(Failure.MALFORMED, message))
-        elif fields.get(b"expect", b"").lower() == b"100-continue" and self._may_continue():
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-
-    def _may_continue(self) -> bool:
-        return self._task is None and self._parser.get_http_version() == "1.1"
-
-    def on_body(self, data: bytes) -> None:
-        if self._refusal is not None:
-            return
-        self._framing_bytes = 0
-        self._body.append(data)
-        self._body_bytes += len(data)
-        self._state.buffered_bytes += len(data)
-        if self._body_bytes > self._state.limits.body_bytes:
-            self._refuse_body()
-        elif self._state.buffered_bytes > self._state.limits.buffered_bytes:
-            message = "the gateway holds as many request bytes as limits.buffered_bytes allows"
-            self._refuse(GatewayError(Failure.OVERLOADED, message, retry_after_s=1))
-
-    def on_message_complete(self) -> None:
-        parser = self._parser
-        if self._refusal is not None or parser.should_upgrade():
-            return
-        body = self._body
-        request = Request(
-            method=parser.get_method(),
-            target=self._target,
-            headers=self._headers,
-            fields=self._fields,
-            body=body[0] if len(body) == 1 else b"".join(body),
-            keep_alive=parser.should_keep_alive(),
-            http10=parser.get_http_version() != "1.1",
-            received_s=monotonic(),
-        )
-        self._reset_message()
-        if not request.target.startswith(b"/") and not self._to_origin_form(request):
-            self._state.buffered_bytes -= len(request.body)
-            self._refuse(GatewayError(Failure.MALFORMED, "request target must be a path or an http URL"))
-        elif self._task is None:
+    def _arrived(self, request: Request) -> None:
+        if self._task is None:
             self._begin(request)
         elif len(self._queue) < MAX_PIPELINED:
             self._queue.append(request)
         else:
             self._state.buffered_bytes -= len(request.body)
-            self._refuse(GatewayError(Failure.OVERLOADED, f"more than {MAX_PIPELINED} pipelined requests"))
+            message = f"more than {MAX_PIPELINED} pipelined requests"
+            self._requests.refuse(GatewayError(Failure.OVERLOADED, message))
 
-    @staticmethod
-    def _to_origin_form(request: Request) -> bool:
-        """RFC 9112 3.2.2: a server accepts `http://host/path` as it would `/path`."""
-        scheme, separator, rest = request.target.partition(b"://")
-        if request.target == b"*" and request.method == b"OPTIONS":
-            return True
-        if not separator or scheme.lower() not in (b"http", b"https"):
-            return False
-        authority = re.match(rb"[^/?]*", rest)
-        assert authority is not None
-        path = rest[authority.end() :]
-        request.target = path if path.startswith(b"/") else b"/" + path
-        return True
+    def _go_on(self) -> None:
+        if self._task is None:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    # --- refusing ------------------------------------------------------------------------------
-
-    def _refuse(self, error: GatewayError) -> None:
-        self._release_body()
-        self._refusal = self._refusal or error
-
-    def _refuse_headers(self) -> None:
-        limit = self._state.limits.header_bytes
-        self._refuse(
-            GatewayError(
-                Failure.HEADERS_TOO_LARGE, f"request head is over {limit} bytes (limits.header_bytes)"
-            )
-        )
-
-    def _refuse_body(self) -> None:
-        limit = self._state.limits.body_bytes
-        self._refuse(
-            GatewayError(Failure.BODY_TOO_LARGE, f"request body is over {limit} bytes (limits.body_bytes)")
-        )
-
-    def _send_refusal(self) -> None:
+    def _send_refusal(self, error: GatewayError) -> None:
         """Answer and close, but read on for a while: closing on unread data resets the answer away."""
-        assert self._refusal is not None
-        log.info("refused", reason=self._refusal.failure.value, message=self._refusal.message)
-        self.transport.write(self._refusal.response(None, close=True))
+        self._state.handler.refused(error)
+        self.transport.write(error.response(None, close=True))
         self._discarding = True
         now = monotonic()
         self._linger_until_s = now + MAX_LINGER_S
         self.deadline_s = now + LINGER_S
         if self.transport.can_write_eof():
             self.transport.write_eof()
-
-    def _release_body(self) -> None:
-        self._state.buffered_bytes -= self._body_bytes
-        self._body = []
-        self._body_bytes = 0
 
     # --- running -------------------------------------------------------------------------------
 
@@ -356,8 +190,8 @@ class ClientConnection(asyncio.Protocol):
             self._close()
         elif self._queue:
             self._begin(self._queue.popleft())
-        elif self._refusal is not None:
-            self._send_refusal()
+        elif self._requests.error is not None:
+            self._send_refusal(self._requests.error)
         elif not self._paused:
             self.deadline_s = monotonic() + self._state.timeouts.client_idle_s
 
@@ -372,16 +206,17 @@ class ClientConnection(asyncio.Protocol):
             self.transport.abort()
         elif self._task is not None:
             return
-        elif self._head_bytes:
+        elif self._requests.receiving:
             limit = self._state.timeouts.request_s
-            self._refuse(GatewayError(Failure.REQUEST_TIMEOUT, f"request did not arrive in {limit:g} s"))
-            self._send_refusal()
+            error = GatewayError(Failure.REQUEST_TIMEOUT, f"request did not arrive in {limit:g} s")
+            self._requests.refuse(error)
+            self._send_refusal(error)
         else:
             self._close()
 
     def close_when_idle(self) -> None:
         """Part of shutdown: idle connections end now, busy ones after their response."""
-        if self._task is None and not self._head_bytes:
+        if self._task is None and not self._requests.receiving:
             self.transport.close()
 
     def abort(self) -> None:

@@ -109,7 +109,9 @@ class Limits(Group):
     buffered_bytes: Count = Field(
         default=2**30, description="request bodies held at once, over all connections"
     )
-    connections: Count = Field(default=16_384, description="client connections; more are closed with 503")
+    connections: Count = Field(
+        default=16_384, description="client connections; more are answered 429 and closed"
+    )
     requests: Count = Field(default=8_192, description="requests in flight; more are answered 429")
     requests_per_worker: Count = Field(default=1_024, description="upstream connections in use per worker")
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvroute.router.asgi import Message, run_app
-from kvroute.router.http1 import Request
+from kvroute.router.request_parser import Request
 from tests.kit import Client, Engine
 from tests.router.edge import edge
 

@@ -220,7 +220,7 @@ async def test_connections_over_the_limit_are_told() -> None:
         await until(lambda: len(server.state.connections) == 2)
         third = await Client.connect(server.url)
         answer = await third.receive()
-        assert (answer.status, answer.header("retry-after")) == (503, "1")
+        assert (answer.status, answer.header("retry-after")) == (429, "1")
         assert await third.reader.read() == b""
         assert (await clients[0].ask(CHAT, {"model": "m"})).status == 200
         for client in (*clients, third):

@@ -11,8 +11,8 @@ from kvroute.router.breaker import Breaker
 from kvroute.router.endpoint import Endpoint
 from kvroute.router.headers import Headers
 from kvroute.router.heads import request_head, response_head
-from kvroute.router.http1 import Request
 from kvroute.router.pool import UpstreamPool
+from kvroute.router.request_parser import Request
 from kvroute.router.sweeper import Sweeper
 from kvroute.router.upstream import Response
 from kvroute.router.workers import Member

@@ -123,9 +123,9 @@ async def test_nothing_piles_up_behind_a_refusal() -> None:
         client.writer.write(POST + b"Content-Length: 2000\r\n\r\n" + bytes(2000) + HIDDEN * 50_000)
         await client.writer.drain()
         (connection,) = server.state.connections
-        await until(lambda: connection._refusal is not None)
+        await until(lambda: connection._requests.error is not None)
         await asyncio.sleep(0.05)
-        assert len(connection._headers) < 10
+        assert len(connection._requests._headers) < 10
         await script.wire.chunk(b"")
         assert (await client.receive()).body == EVENTS[0]
         assert (await client.receive()).code == "body_too_large"

@@ -212,7 +212,7 @@ def test_no_body_passes(headers: dict[bytes, bytes]) -> None:
 
 
 def test_a_prompt_route_without_a_content_type_is_read_as_json() -> None:
-    assert parse_request(COMPLETIONS.encode(), [], b'{"model": "m"}').view.model == "m"
+    assert parse_request(COMPLETIONS.encode(), {}, b'{"model": "m"}').view.model == "m"
 
 
 def test_an_unknown_json_route_names_its_model_and_refuses_nothing() -> None:

@@ -131,7 +131,7 @@ async def test_connections_over_the_limit_are_answered_and_closed() -> None:
             assert (await client.ask(CHAT, {"model": "m"})).status == 200
         third = await Client.connect(server.url)
         answer = await third.receive()
-        assert (answer.status, answer.code, answer.header("connection")) == (503, "no_worker", "close")
+        assert (answer.status, answer.code, answer.header("connection")) == (429, "overloaded", "close")
         assert await third.reader.read() == b""
         third.close()
         clients.pop().close()
@@ -196,7 +196,7 @@ async def test_what_is_left_after_the_drain_is_cut_and_not_passed_off_as_whole()
         assert 0.2 <= time.monotonic() - started < 1.5
         assert b"<end>" not in await rest(stream)
         assert (member.state, member.load.requests) == (State.GONE, 0)
-        await engine.wires[-1].eof(1)
+        await engine.wires[engine.received[-1].connection - 1].eof(1)
         stream.close()
 
 
@@ -278,6 +278,6 @@ async def test_a_second_signal_cuts_the_phases_short(number: signal.Signals) -> 
         serving.signal(number)
         assert await serving.exit_status(3) == 0
         assert b"<end>" not in await rest(stream)
-        await engine.wires[-1].eof(1)
+        await engine.wires[engine.received[-1].connection - 1].eof(1)
         stream.close()
     assert any(event["event"] == "second signal: closing at once" for event in serving.events)
