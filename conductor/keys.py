@@ -26,7 +26,6 @@ BYTES_PER_TOKEN = 4
 TOKEN_ID_BYTES = 4
 
 
-@lru_cache(maxsize=4096)
 def namespace_key(
     model: str | None = None,
     adapter: str | None = None,

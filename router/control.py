@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import SecretStr
 
 from kvroute import __version__
+from kvroute.clock import monotonic
 from kvroute.config import WorkerConfig
 from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.metrics import Metrics
@@ -94,7 +95,7 @@ def describe(member: Member) -> dict[str, Any]:
         "id": worker.id,
         "url": worker.url,
         "state": member.state.value,
-        "role": worker.role.value,
+        "breaker": member.breaker.state(monotonic()).value,
         "engine": worker.engine.value,
         "models": list(worker.models),
         "block_size_tokens": worker.block_size_tokens,
@@ -104,6 +105,7 @@ def describe(member: Member) -> dict[str, Any]:
         "reported_running": load.reported_running,
         "reported_waiting": load.reported_waiting,
         "kv_usage_ratio": load.kv_usage_ratio,
+        "kv_event_sources": member.kv_event_sources,
     }
 
 

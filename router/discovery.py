@@ -101,3 +101,14 @@ def read_server_info(answer: Any) -> int | None:
     cache = cache.get("cache_config", {}) if isinstance(cache, dict) else {}
     size = answer.get("page_size") or (cache.get("block_size") if isinstance(cache, dict) else None)
     return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else None
+
+
+def read_event_sources(answer: Any) -> dict[str, dict[str, Any]]:
+    """vLLM's /kv_event_sources: rank -> endpoint, replay_endpoint, topic; {} when it is not that."""
+    if not isinstance(answer, dict):
+        return {}
+    return {
+        rank: source
+        for rank, source in answer.items()
+        if isinstance(source, dict) and isinstance(source.get("endpoint"), str)
+    }

@@ -13,7 +13,7 @@ from kvroute.clock import Clock
 from kvroute.conductor.index import ApproximateIndex
 from kvroute.policies.base import Policy
 from kvroute.policies.ties import least_loaded_index
-from kvroute.router.errors import Failure, GatewayError
+from kvroute.router.errors import Failure, GatewayError, shorten
 from kvroute.router.metrics import Metrics
 from kvroute.router.request_view import ParsedRequest
 from kvroute.router.workers import Eligible, Lease, Member, Registry
@@ -24,6 +24,8 @@ log = structlog.get_logger(__name__)
 OVERRUNS_BEFORE_PAUSE = 5
 PAUSE_DECISIONS = 1000
 FALLBACK = "fallback"
+MAX_REASONS = 32
+OTHER_REASON = "other"
 
 
 class NamedPolicy(Struct, frozen=True):
@@ -69,6 +71,7 @@ class Dispatcher:
         self._timer = timer
         self._decision_time = metrics.decision_time.of()
         self._turn = 0
+        self._reasons: set[str] = set()
         self._needs_prefix = policy.policy.needs_prefix or (shadow is not None and shadow.policy.needs_prefix)
 
     @property
@@ -79,40 +82,23 @@ class Dispatcher:
         """Pick a worker outside `tried` and charge it; raises GatewayError when there is none."""
         started = self._timer()
         now_s = self._clock()
-        eligible = self._registry.eligible(request.view.model, now_s)
-        if tried:
-            rest = [member for member in eligible.members if member not in tried]
-            if not rest:
-                raise GatewayError(
-                    Failure.NO_WORKER, "every worker that could take this request has failed it"
-                )
-            eligible = Eligible.of(rest)
+        eligible = self._registry.eligible(request.view.model, now_s, tried)
         keys = self._keys(request) if self._needs_prefix else None
         fleet = self._fleet(eligible, keys, now_s)
         decision = self._decide(request, fleet)
+        if self._shadow is not None and self._shadow_patience is not None:
+            self._ask_shadow(self._shadow, self._shadow_patience, request, fleet, decision)
         if isinstance(decision, Rejection):
             self._metrics.decisions.add(self._policy.name, "rejected")
             message = f"rejected by policy {self._policy.name}: {decision.reason}"
             raise GatewayError(Failure.REJECTED, message, retry_after_s=decision.retry_after_s)
         member = self._registry.members[decision.candidate.decode.id]
-        lease = self._registry.charge(
-            member, max(0, request.view.prompt_tokens - decision.matched_tokens), now_s
-        )
-        if self._shadow is not None and self._shadow_patience is not None:
-            self._ask_shadow(self._shadow, self._shadow_patience, request, fleet, decision)
         if keys is not None:
             self._index.insert(member.worker.id, keys.keys)
         self._metrics.decisions.add(self._policy.name, decision.reason)
+        uncached_tokens = max(0, request.view.prompt_tokens - decision.matched_tokens)
         self._decision_time.observe(self._timer() - started)
-        return Choice(member, decision, lease)
-
-    def has_alternative(self, request: ParsedRequest, tried: Collection[Member]) -> bool:
-        """True when another worker could take the request now."""
-        try:
-            eligible = self._registry.eligible(request.view.model, self._clock())
-        except GatewayError:
-            return False
-        return any(member not in tried for member in eligible.members)
+        return Choice(member, decision, self._registry.charge(member, uncached_tokens, now_s))
 
     def _keys(self, request: ParsedRequest) -> PromptKeys | None:
         keys, reason = request.prompt_keys(self._chunk_bytes)
@@ -148,9 +134,18 @@ class Dispatcher:
         if isinstance(decision, Rejection):
             return decision
         if not _is_sound(decision, fleet):
-            log.error("policy chose no eligible worker", policy=name, decision=repr(decision))
+            log.error("policy chose no eligible worker", policy=name, decision=shorten(repr(decision), 500))
             return self._fall_back(fleet, "bad_choice")
+        if decision.reason not in self._reasons:
+            return self._with_known_reason(decision)
         return decision
+
+    def _with_known_reason(self, decision: Decision) -> Decision:
+        """Reasons become labels and header text, and anybody may make them: few and plain, or `other`."""
+        if len(self._reasons) < MAX_REASONS and decision.reason.isascii() and decision.reason.isidentifier():
+            self._reasons.add(decision.reason)
+            return decision
+        return Decision(decision.candidate, OTHER_REASON, decision.matched_tokens)
 
     def _fall_back(self, fleet: Fleet, reason: str) -> Decision:
         self._metrics.fallbacks.add(self._policy.name, reason)
@@ -163,9 +158,9 @@ class Dispatcher:
         patience: _Patience,
         request: ParsedRequest,
         fleet: Fleet,
-        decision: Decision,
+        decision: Decision | Rejection,
     ) -> None:
-        """Ask, compare, count; the shadow sees the load as charged by the real choice and has no effect."""
+        """Ask about the same snapshot, compare, count; the answer has no effect."""
         if patience.paused_for:
             patience.paused_for -= 1
             self._metrics.shadow.add(shadow.name, "paused")
@@ -178,9 +173,16 @@ class Dispatcher:
             agreement = "error"
         else:
             patience.took(self._timer() - started)
-            same = isinstance(other, Decision) and other.candidate == decision.candidate
-            agreement = "same" if same else "rejected" if isinstance(other, Rejection) else "other"
+            agreement = _agreement(decision, other)
         self._metrics.shadow.add(shadow.name, agreement)
+
+
+def _agreement(decision: Decision | Rejection, other: Decision | Rejection) -> str:
+    if isinstance(other, Rejection):
+        return "same" if isinstance(decision, Rejection) else "rejected"
+    if not isinstance(decision, Decision) or not isinstance(other, Decision):
+        return "other"
+    return "same" if other.candidate == decision.candidate else "other"
 
 
 class _Patience:
@@ -201,7 +203,7 @@ class _Patience:
         if spent_s <= self._budget_s:
             self._overruns = 0
             return
-        self._metrics.fallbacks.add(self._name, "overrun")
+        self._metrics.overruns.add(self._name)
         self._overruns += 1
         if self._overruns >= OVERRUNS_BEFORE_PAUSE:
             log.error("policy is too slow", policy=self._name, budget_s=self._budget_s)

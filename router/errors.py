@@ -21,8 +21,8 @@ class Failure(StrEnum):
     OVERLOADED = "overloaded"
     REJECTED = "rejected"
     NO_WORKER = "no_worker"
-    SHUTTING_DOWN = "shutting_down"
     CONNECT_REFUSED = "connect_refused"
+    CONNECT_FAILED = "connect_failed"
     CONNECT_TIMEOUT = "connect_timeout"
     RESET = "upstream_reset"
     BAD_RESPONSE = "bad_upstream_response"
@@ -50,8 +50,8 @@ _TABLE: dict[Failure, tuple[int, str]] = {
     Failure.OVERLOADED: (429, "rate_limit_error"),
     Failure.REJECTED: (429, "rate_limit_error"),
     Failure.NO_WORKER: (503, "service_unavailable_error"),
-    Failure.SHUTTING_DOWN: (503, "service_unavailable_error"),
     Failure.CONNECT_REFUSED: (502, _UPSTREAM),
+    Failure.CONNECT_FAILED: (502, _UPSTREAM),
     Failure.CONNECT_TIMEOUT: (504, _TIMEOUT),
     Failure.RESET: (502, _UPSTREAM),
     Failure.BAD_RESPONSE: (502, _UPSTREAM),
@@ -76,6 +76,11 @@ REASONS = {
     503: b"Service Unavailable",
     504: b"Gateway Timeout",
 }
+
+
+def shorten(text: str, limit: int = 100) -> str:
+    """A client's own words for a message or a log line."""
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
 
 class GatewayError(Exception):
@@ -113,9 +118,16 @@ class GatewayError(Exception):
             error["upstream_status"] = self.upstream_status
         return orjson.dumps({"error": error})
 
-    def sse_event(self) -> bytes:
-        """The same object as the last event of a stream that has begun."""
-        return b"data: " + self.body() + b"\n\n"
+    def sse_event(self, target: bytes = b"") -> bytes:
+        """The last event of a stream that has begun, as the API of the request's target spells it."""
+        kind = _TABLE[self.failure][1]
+        if target.startswith(b"/v1/messages"):
+            error: dict[str, object] = {"type": "error", "error": {"type": kind, "message": self.message}}
+        elif target.startswith(b"/v1/responses"):
+            error = {"type": "error", "code": self.failure.value, "message": self.message, "param": None}
+        else:
+            return b"data: " + self.body() + b"\n\n"
+        return b"event: error\ndata: " + orjson.dumps(error) + b"\n\n"
 
     def response(self, request_id: str | None, *, close: bool, head_only: bool = False) -> bytes:
         """The whole HTTP response."""

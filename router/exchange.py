@@ -7,10 +7,10 @@ from msgspec import Struct
 
 from kvroute.clock import monotonic
 from kvroute.config import Config
+from kvroute.router.client import ClientConnection
 from kvroute.router.dispatch import Choice, Dispatcher
 from kvroute.router.errors import REASONS, Failure, GatewayError
 from kvroute.router.heads import request_head, response_head
-from kvroute.router.http1 import ClientConnection
 from kvroute.router.meter import NO_USAGE, Meter, Usage
 from kvroute.router.metrics import Metrics
 from kvroute.router.request_parser import Request
@@ -66,78 +66,81 @@ class Exchange:
         self.model_label = "none" if model is None else model if model in services.registry.models else OTHER
         """A name some worker serves, else `other`: labels are not for clients to invent."""
 
+    @property
+    def worker_id(self) -> str | None:
+        """The worker tried last; None before the first choice."""
+        return self._tried[-1].worker.id if self._tried else None
+
     async def run(self) -> None:
         """Relay one response; raises GatewayError when none came and nothing was written to the client."""
-        failed: GatewayError | None = None
-        while True:
-            try:
-                choice = self._services.dispatcher.choose(self._parsed, self._tried)
-            except GatewayError as error:
-                raise failed or error from None
-            self._tried.append(choice.member)
-            try:
-                if await self._attempt(choice):
-                    return
-            except GatewayError as error:
-                if not self._may_retry(error.failure):
-                    raise
-                failed = error
+        choice: Choice | None = self._services.dispatcher.choose(self._parsed)
+        while choice is not None:
+            choice = await self._attempt(choice)
 
-    def _may_retry(self, reason: str) -> bool:
-        """Whether another worker may be asked; counts the retry, or why there is none."""
+    def _choose_again(self, reason: str) -> Choice | None:
+        """Another worker for a failed attempt, or None; counts the retry, or why there is none."""
         services = self._services
         metrics = services.metrics
         if reason in (Failure.FIRST_BYTE_TIMEOUT, Failure.TOTAL_TIMEOUT):
             metrics.retries_denied.add("timeout")  # it may still be computing: a second one doubles the load
         elif len(self._tried) >= services.config.retry.attempts:
             metrics.retries_denied.add("attempts")
-        elif not services.dispatcher.has_alternative(self._parsed, self._tried):
-            metrics.retries_denied.add("no_other_worker")
         elif not services.retry_budget.take():
             metrics.retries_denied.add("budget")
         else:
-            metrics.retries.add(str(reason))
-            return True
-        return False
+            try:
+                choice = services.dispatcher.choose(self._parsed, self._tried)
+            except GatewayError:
+                services.retry_budget.give_back()
+                metrics.retries_denied.add("no_other_worker")
+            else:
+                metrics.retries.add(str(reason))
+                return choice
+        return None
 
     # --- one attempt ---------------------------------------------------------------------------
 
-    async def _attempt(self, choice: Choice) -> bool:
-        """True when a response was relayed, whole or broken off; False to try another worker.
+    async def _attempt(self, choice: Choice) -> Choice | None:
+        """None when a response was relayed, whole or broken off; else the next choice to try.
 
         Whatever happens here, cancellation included, ends in `finally`: the connection goes back or is
-        closed, the lease is released, the outcome is recorded.
+        closed, the outcome is recorded, the lease is released.
         """
+        self._tried.append(choice.member)
         status: int | None = None
         failure: str | None = None
         usage = NO_USAGE
         try:
             response = await self._send(choice.member)
             status = response.status
-            if status >= 400:
-                if status >= 500:
-                    failure = f"status_{status if status in REASONS else OTHER}"
-                if status in self._services.config.retry.statuses and self._may_retry(f"status_{status}"):
-                    return False
-            choice.lease.first_byte()
-            meter = self._meter = Meter(response.content_type.startswith(b"text/event-stream"))
-            if not self._start(response, choice, meter):
-                await self._stream()
-            usage = meter.usage()
-            if meter.streams and meter.in_band_error():
-                failure = IN_BAND_ERROR
-            return True
+            if status >= 500:
+                failure = f"status_{status if status in REASONS else OTHER}"
+            if status in self._services.config.retry.statuses:
+                again = self._choose_again(f"status_{status}")
+                if again is not None:
+                    return again
+            usage, in_band_error = await self._relay(response, choice)
+            failure = IN_BAND_ERROR if in_band_error else failure
         except GatewayError as error:
             failure = error.failure.value
-            if not self.status:
+            if self.status:
+                self._break_off(error)
+                return None
+            again = self._choose_again(error.failure)
+            if again is None:
                 raise
-            self._break_off(error)
-            return True
+            return again
         finally:
-            if self._connection is not None:
-                self._connection.finish()
-                self._connection = None
+            self._end_attempt(choice, status, failure, usage)
+        return None
+
+    def _end_attempt(self, choice: Choice, status: int | None, failure: str | None, usage: Usage) -> None:
+        if self._connection is not None:
+            self._connection.finish()
+            self._connection = None
+        try:
             self._record(choice, status, failure, usage)
+        finally:
             choice.lease.release()  # last: a removed worker is forgotten with its last lease, series and all
 
     async def _send(self, member: Member) -> Response:
@@ -157,6 +160,16 @@ class Exchange:
                 self._connection = connection = None
 
     # --- relaying ------------------------------------------------------------------------------
+
+    async def _relay(self, response: Response, choice: Choice) -> tuple[Usage, bool]:
+        """Relay one response to its end; what it said of usage, and whether it carried an error event."""
+        choice.lease.first_byte()
+        if response.status < 400:
+            self._services.registry.answered(choice.member)
+        meter = self._meter = Meter(response.content_type.startswith(b"text/event-stream"))
+        if not self._start(response, choice, meter):
+            await self._stream()
+        return meter.usage(), meter.streams and meter.in_band_error()
 
     def _start(self, response: Response, choice: Choice, meter: Meter) -> bool:
         """Write the head and what has arrived of the body; True when that is all of it."""
@@ -212,13 +225,13 @@ class Exchange:
         log.warning(
             "response broke off",
             request_id=self._request_id,
-            worker=self._tried[-1].worker.id,
+            worker=self.worker_id,
             reason=error.failure.value,
             upstream_status=error.upstream_status,
             body_bytes=meter.body_bytes,
         )
         if self._may_append and meter.at_event_border:
-            self._client.write(error.sse_event())
+            self._client.write(error.sse_event(self._request.target))
             self._client.end()
         else:
             self._client.break_body()

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 import structlog
 
 from kvroute.clock import monotonic
+from kvroute.conductor.prompts import ROUTES
 from kvroute.router.asgi import App, run_app
+from kvroute.router.client import ClientConnection
 from kvroute.router.control import PUBLIC_PATHS
-from kvroute.router.errors import Failure, GatewayError
-from kvroute.router.exchange import Exchange, Services
-from kvroute.router.http1 import ClientConnection
+from kvroute.router.errors import Failure, GatewayError, shorten
+from kvroute.router.exchange import OTHER, Exchange, Services
 from kvroute.router.metrics import gauge
-from kvroute.router.prompt_bytes import ROUTES
 from kvroute.router.request_parser import Request
 from kvroute.router.request_view import MalformedBody, ParsedRequest, parse_request
-from kvroute.router.workers import Member, State
+from kvroute.router.workers import State
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 PARSE_IN_THREAD_BYTES = 256 * 2**10
-"""Above it, reading a body would hold the event loop for about a millisecond."""
+"""Above it, reading a body and making its keys takes a millisecond and more: other requests go on meanwhile,
+but for the JSON parser itself, which holds the interpreter for some 2 ms per MB."""
 MAX_REQUEST_ID_BYTES = 256
 
 
@@ -41,6 +42,7 @@ class Gateway:
         self._app = app
         self._in_flight = 0
         self._max_in_flight = services.config.limits.requests
+        self._logs_access = services.config.access_log
         self._id_prefix = os.urandom(6).hex()
         self._ids = itertools.count()
         key = services.config.api_key
@@ -63,7 +65,7 @@ class Gateway:
             parsed = (
                 self._parse(request)
                 if len(request.body) <= PARSE_IN_THREAD_BYTES
-                else await asyncio.get_running_loop().run_in_executor(None, self._parse, request)
+                else await asyncio.get_running_loop().run_in_executor(None, self._parse_large, request)
             )
             exchange = Exchange(self._services, request, parsed, client, request_id)
             del parsed
@@ -82,7 +84,9 @@ class Gateway:
         finally:
             self._in_flight -= 1
             model = "none" if exchange is None else exchange.model_label
-            metrics.requests.add(path.decode() if path in ROUTES else "other", model, ended)
+            metrics.requests.add(path.decode() if path in ROUTES else OTHER, model, ended)
+            if self._logs_access:
+                self._log_access(request, request_id, exchange, ended)
 
     def refused(self, error: GatewayError) -> None:
         """Count and log a request that was refused while it arrived."""
@@ -112,6 +116,12 @@ class Gateway:
         except MalformedBody as error:
             raise GatewayError(Failure.MALFORMED, str(error), param=error.field) from None
 
+    def _parse_large(self, request: Request) -> ParsedRequest:
+        """In a thread: keys too, since making those of a long prompt is half of the work."""
+        parsed = self._parse(request)
+        parsed.prompt_keys(self._services.config.prefix_index.chunk_bytes)
+        return parsed
+
     def _request_id(self, request: Request) -> str:
         given = request.fields.get(b"x-request-id")
         if given is not None and len(given) <= MAX_REQUEST_ID_BYTES:
@@ -135,6 +145,18 @@ class Gateway:
         data = error.response(request_id, close=not client.keep_alive, head_only=request.method == b"HEAD")
         client.respond(data)
 
+    @staticmethod
+    def _log_access(request: Request, request_id: str, exchange: Exchange | None, ended: str) -> None:
+        log.info(
+            "request",
+            request_id=shorten(request_id),
+            method=shorten(request.method.decode("latin-1")),
+            target=shorten(request.target.decode("latin-1")),
+            status=ended,
+            worker=None if exchange is None else exchange.worker_id,
+            e2e_s=round(monotonic() - request.received_s, 6),
+        )
+
     async def _handle_public(self, path: bytes, request: Request, client: ClientConnection) -> None:
         if path == b"/v1/models" and self._expected_key is not None:
             try:
@@ -150,15 +172,15 @@ class Gateway:
     def gauges(self) -> Iterable[Metric]:
         registry = self._services.registry
         members = list(registry.members.values())
+        by_url: dict[str, int] = {}
+        for member in members:
+            by_url[member.endpoint.url] = by_url.get(member.endpoint.url, 0) + member.load.requests
         yield gauge("kvroute_requests_in_flight", "Requests being handled.", (), [((), self._in_flight)])
         yield gauge(
             "kvroute_worker_in_flight",
             "Leases charged to a worker and not released.",
             ("worker",),
-            [
-                ((url,), sum(m.load.requests for m in members if m.endpoint.url == url))
-                for url in _urls(members)
-            ],
+            [((url,), requests) for url, requests in by_url.items()],
         )
         yield gauge(
             "kvroute_workers",
@@ -166,7 +188,3 @@ class Gateway:
             ("state",),
             [((s.value,), sum(m.state is s for m in members)) for s in State if s is not State.GONE],
         )
-
-
-def _urls(members: Iterable[Member]) -> list[str]:
-    return sorted({member.endpoint.url for member in members})

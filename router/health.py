@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
@@ -11,7 +12,14 @@ import structlog
 
 from kvroute.clock import monotonic
 from kvroute.config import Health
-from kvroute.router.discovery import EngineMetrics, engine_of, read_cards, read_metrics, read_server_info
+from kvroute.router.discovery import (
+    EngineMetrics,
+    engine_of,
+    read_cards,
+    read_event_sources,
+    read_metrics,
+    read_server_info,
+)
 from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.probe import Answer, get
 from kvroute.router.workers import Member, Registry, State
@@ -44,8 +52,8 @@ class Prober:
         elif member not in self._tasks:
             loop = asyncio.get_running_loop()
             self._tasks[member] = [
-                loop.create_task(self._watch(member)),
-                loop.create_task(self._poll(member)),
+                loop.create_task(self._insist(member, self._watch)),
+                loop.create_task(self._insist(member, self._poll)),
             ]
 
     async def close(self) -> None:
@@ -53,6 +61,15 @@ class Prober:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _insist(self, member: Member, watch: Callable[[Member], Awaitable[None]]) -> None:
+        """Whatever an engine answers, it is asked again: a fault here must not freeze a worker's state."""
+        while member.state is not State.GONE and not member.leaves_when_idle:
+            try:
+                await watch(member)
+            except Exception:
+                log.exception("probe failed", worker=member.worker.id)
+                await asyncio.sleep(self._options.interval_s)
 
     async def _get(self, member: Member, path: str) -> Answer | None:
         """None when there is no answer."""
@@ -114,10 +131,12 @@ class Prober:
         """Ask a worker that starts who it is; False while it cannot say which models it serves."""
         if not await self._refresh_models(member):
             return False
-        answer = await self._get(member, "/server_info")
+        answer = await self._get(member, "/server_info?config_format=json")  # vLLM's default is text
         size = None if answer is None else read_server_info(_read_json(answer))
         if size is not None:
             self._registry.update(member, block_size_tokens=size)
+        sources = await self._get(member, "/kv_event_sources")
+        member.kv_event_sources = {} if sources is None else read_event_sources(_read_json(sources))
         return True
 
     async def _refresh_models(self, member: Member) -> bool:

@@ -127,6 +127,9 @@ class Metrics:
             "Choices made by least-loaded instead of the policy.",
             ("policy", "reason"),
         )
+        self.overruns = Counter(
+            "kvroute_policy_overruns", "Decisions that took longer than policy_budget_s.", ("policy",)
+        )
         self.shadow = Counter(
             "kvroute_shadow_decisions", "What the shadow policy would do.", ("policy", "agreement")
         )

@@ -7,7 +7,7 @@ import ssl
 
 from kvroute.clock import monotonic
 from kvroute.config import Timeouts
-from kvroute.router.endpoint import Endpoint
+from kvroute.endpoint import Endpoint
 from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.sweeper import Sweeper
 from kvroute.router.upstream import UpstreamConnection
@@ -65,8 +65,10 @@ class UpstreamPool:
             raise GatewayError(
                 Failure.CONNECT_TIMEOUT, "worker did not accept a connection within timeouts.connect_s"
             ) from None
-        except (OSError, ssl.SSLError) as error:
-            raise GatewayError(Failure.CONNECT_REFUSED, f"cannot connect to worker: {error}") from None
+        except (ConnectionRefusedError, FileNotFoundError) as error:
+            raise GatewayError(Failure.CONNECT_REFUSED, f"nobody listens at the worker: {error}") from None
+        except (OSError, UnicodeError) as error:  # DNS, routing, TLS, no descriptors left, ...
+            raise GatewayError(Failure.CONNECT_FAILED, f"cannot connect to worker: {error}") from None
         # Not in connection_made: uvloop, cancelled right after that, closes without connection_lost.
         if not protocol.closed:
             self._open.add(protocol)

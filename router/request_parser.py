@@ -14,7 +14,7 @@ from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.headers import Headers
 
 if TYPE_CHECKING:
-    from kvroute.router.http1 import ServerState
+    from kvroute.router.client import ServerState
 
 
 class Request(Struct):
@@ -155,9 +155,12 @@ class RequestParser:
         ):
             message = "the only transfer coding accepted in a request is chunked"
             self.refuse(GatewayError(Failure.MALFORMED, message))
-        elif fields.get(b"expect", b"").lower() == b"100-continue":
-            if self._parser.get_http_version() == "1.1":
-                self._go_on()
+        elif self._expects_continue(fields):
+            self._go_on()
+
+    def _expects_continue(self, fields: dict[bytes, bytes]) -> bool:
+        expected = fields.get(b"expect", b"").lower() == b"100-continue"
+        return expected and self._parser.get_http_version() == "1.1"
 
     def on_body(self, data: bytes) -> None:
         if self.error is not None:

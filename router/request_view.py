@@ -17,7 +17,7 @@ import orjson
 from msgspec import Struct
 
 from kvroute.conductor.keys import BYTES_PER_TOKEN, byte_keys, namespace_key
-from kvroute.router.prompt_bytes import ROUTES
+from kvroute.conductor.prompts import ROUTES
 from kvroute.types import PromptKeys, RequestView
 
 NO_KEYS = ("route", "content_type", "empty", "shape", "short")
@@ -38,6 +38,10 @@ is last: it is the coarsest, and one user may hold many conversations."""
 _SESSION_ROOTS = frozenset(name for name, _ in SESSION_FIELDS)
 NAMESPACE_FIELDS = frozenset({"lora_name", "lora_path", "cache_salt", "extra_key"})
 """Body fields that keep equal prompts apart, beside the model."""
+MAX_KEYED_BYTES = 4 * 2**20
+"""About a million tokens; what a longer prompt adds is not told apart."""
+MAX_CACHED_CHARS = 128
+"""Longer model names are clients' inventions: their keys are not worth keeping."""
 _TRUTHY = frozenset({"true", "1", "yes", "on", "t", "y"})
 
 
@@ -73,7 +77,7 @@ class ParsedRequest(Struct):
             return None, self.no_keys
         if len(self._prompt) < chunk_bytes:
             return None, "short"
-        keys = byte_keys(self._prompt, self._root, chunk_bytes)
+        keys = byte_keys(self._prompt[:MAX_KEYED_BYTES], self._root, chunk_bytes)
         self._keys = chunk_bytes, keys
         return keys, None
 
@@ -121,11 +125,10 @@ def _parse_other(session_id: str | None, body: bytes) -> ParsedRequest:
     return ParsedRequest(view, no_keys="route")
 
 
-@lru_cache(maxsize=256)
 def _is_json(content_type: bytes | None) -> bool | None:
     """Whether the content is JSON; None when the header does not say."""
-    if content_type is None:
-        return None
+    if content_type is None or content_type == b"application/json":
+        return content_type is not None or None
     media_type = content_type.partition(b";")[0].strip().lower()
     return media_type == b"application/json" or media_type.endswith(b"+json")
 
@@ -179,6 +182,8 @@ def _kind(value: Any) -> str:
 def _root(model: str | None, fields: Mapping[str, Any], domain: str) -> int:
     """Root of the key chain of one prompt."""
     if NAMESPACE_FIELDS.isdisjoint(fields):
+        if model is None or len(model) <= MAX_CACHED_CHARS:
+            return _root_of_model(model, domain)
         return namespace_key(model, domain=domain)
     return namespace_key(
         model,
@@ -187,6 +192,11 @@ def _root(model: str | None, fields: Mapping[str, Any], domain: str) -> int:
         _namespace_part(fields.get("extra_key")),
         domain,
     )
+
+
+@lru_cache(maxsize=1024)
+def _root_of_model(model: str | None, domain: str) -> int:
+    return namespace_key(model, domain=domain)
 
 
 def _namespace_part(value: Any) -> str | None:

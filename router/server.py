@@ -17,14 +17,14 @@ from prometheus_client.core import Metric
 from kvroute.clock import monotonic
 from kvroute.conductor.index import ApproximateIndex
 from kvroute.config import Config, ConfigError, PolicyConfig
+from kvroute.endpoint import Endpoint, http_origin, join_host_port
 from kvroute.policies.registry import PolicyError, make_policy
+from kvroute.router.client import ClientConnection, ServerState
 from kvroute.router.control import make_app
 from kvroute.router.dispatch import Dispatcher, NamedPolicy
-from kvroute.router.endpoint import Endpoint, http_origin, join_host_port
 from kvroute.router.exchange import Services
 from kvroute.router.gateway import Gateway
 from kvroute.router.health import Prober
-from kvroute.router.http1 import ClientConnection, ServerState
 from kvroute.router.metrics import Metrics, gauge
 from kvroute.router.pool import UpstreamPool
 from kvroute.router.retry import RetryBudget
@@ -112,7 +112,7 @@ class GatewayServer:
             self._policy,
             shadow=self._shadow,
             chunk_bytes=config.prefix_index.chunk_bytes,
-            budget_s=config.policy_budget_ms / 1e3,
+            budget_s=config.policy_budget_s,
             clock=monotonic,
         )
         services = Services(config, self.registry, dispatcher, self.metrics, RetryBudget(config.retry))
@@ -186,8 +186,8 @@ class GatewayServer:
         if not stopping.done():
             log.warning("second signal: closing at once")
             stopping.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await stopping
+        with contextlib.suppress(asyncio.CancelledError):
+            await stopping
 
     def _member_changed(self, member: Member) -> None:
         if member.state is State.GONE:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -15,9 +15,9 @@ import structlog
 from kvroute.clock import Clock
 from kvroute.config import Breaker as BreakerOptions
 from kvroute.config import Health, Limits, WorkerConfig
+from kvroute.endpoint import Endpoint
 from kvroute.router.breaker import Breaker
-from kvroute.router.endpoint import Endpoint
-from kvroute.router.errors import Failure, GatewayError
+from kvroute.router.errors import Failure, GatewayError, shorten
 from kvroute.router.pool import UpstreamPool
 from kvroute.types import EngineKind, Outcome, Worker, WorkerLoad
 
@@ -60,7 +60,8 @@ class Member:
     started_at: float | None = None
     """The engine's own process_start_time_seconds."""
     ready_since_s: float = 0.0
-    ramps: bool = False
+    kv_event_sources: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Where each data-parallel rank publishes its KV events, as the engine says."""
     cards: Sequence[dict[str, Any]] = ()
     """Its cards of /v1/models, every field kept."""
     host_line: bytes = field(init=False)
@@ -161,7 +162,6 @@ class Registry:
         worker = Worker(
             id=f"{endpoint.url.partition('://')[2]}~{next(self._numbers)}",
             url=endpoint.url,
-            role=config.role,
             engine=config.engine or EngineKind.OPENAI,
         )
         member = Member(worker, config, endpoint, self._make_pool(endpoint), Breaker(self._breaker))
@@ -242,14 +242,20 @@ class Registry:
         """At least one worker could be given a request."""
         return any(m.state in (State.READY, State.UNHEALTHY) for m in self.members.values())
 
-    def eligible(self, model: str | None, now_s: float) -> Eligible:
-        """Who may take a request for `model`; raises GatewayError 404, 429 or 503."""
+    def eligible(self, model: str | None, now_s: float, tried: Collection[Member] = ()) -> Eligible:
+        """Who may take a request for `model` that `tried` have failed; GatewayError 404, 429 or 503."""
         if now_s >= self._stale_at_s:
             self.changed()
         key = model if model is None or model in self._models else ""
         found = self._eligible.get(key)
         if found is None:
             found = self._eligible[key] = self._find(model, now_s)
+        if tried:
+            rest = [member for member in found.members if member not in tried]
+            if not rest:
+                message = "every worker that could take this request has failed it"
+                raise GatewayError(Failure.NO_WORKER, message)
+            found = Eligible.of(rest)
         return self._without_ramping(found, now_s) if self._ramping else found
 
     def _find(self, model: str | None, now_s: float) -> Eligible:
@@ -258,7 +264,7 @@ class Registry:
             known = ", ".join(sorted(self._models)) or "none"
             raise GatewayError(
                 Failure.MODEL_NOT_FOUND,
-                f"The model `{model}` does not exist. Known models: {known}",
+                f"The model `{shorten(model or '')}` does not exist. Known models: {known}",
                 param="model",
             )
         reachable = [m for m in serving if m.state in (State.READY, State.UNHEALTHY)]
@@ -292,6 +298,13 @@ class Registry:
             or self._random.random() < max(MIN_RAMP_WEIGHT, (now_s - m.ready_since_s) / ramp_s)
         ]
         return found if len(kept) == len(found.members) else Eligible.of(kept)
+
+    def answered(self, member: Member) -> None:
+        """The first byte of a good response: enough to know that the worker is well."""
+        member.bad_probes = 0
+        if member.breaker.open_until_s is not None:
+            member.breaker.success()
+            self.changed()
 
     # --- load ----------------------------------------------------------------------------------
 

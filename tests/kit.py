@@ -14,6 +14,7 @@ from kvroute.config import Config
 from kvroute.router.server import GatewayServer
 
 CHAT = "/v1/chat/completions"
+PROBED = ("/health", "/metrics", "/v1/models", "/server_info?config_format=json", "/kv_event_sources")
 
 
 @dataclass
@@ -170,12 +171,7 @@ class Engine:
         writer.close()
 
     async def _answer_probe(self, request: Received, wire: Wire) -> bool:
-        if request.method != "GET" or request.target not in (
-            "/health",
-            "/metrics",
-            "/v1/models",
-            "/server_info",
-        ):
+        if request.method != "GET" or request.target not in PROBED:
             return False
         self.probes += 1
         close = () if self.keeps_probes else ("connection: close",)

@@ -92,7 +92,7 @@ def test_workers_in_the_environment_are_a_json_list(monkeypatch: pytest.MonkeyPa
         ({"health": {"every_s": 1}}, r"^health\.every_s: unknown field; accepted: interval_s, timeout_s, "),
         (
             {"workers": [{"url": "http://a:1", "keys": 1}]},
-            r"^workers\.0\.keys: unknown field; accepted: url, role",
+            r"^workers\.0\.keys: unknown field; accepted: url, engine, api_key",
         ),
         (
             {"shadow_policy": {"name": "x", "seed": 1}},
@@ -164,7 +164,7 @@ def test_shown_resolved_with_secrets_masked_and_readable_again(tmp_path: Path) -
         {
             "api_key": "hush",
             "admin": {"token": "hush"},
-            "workers": [{"url": "http://a:1", "api_key": "hush", "role": "prefill"}],
+            "workers": [{"url": "http://a:1", "api_key": "hush", "engine": "vllm"}],
         },
     )
     text = show(config)
@@ -172,7 +172,7 @@ def test_shown_resolved_with_secrets_masked_and_readable_again(tmp_path: Path) -
     assert "hush" not in repr(config)
     values = yaml.safe_load(text)
     assert values["api_key"] == values["admin"]["token"] == values["workers"][0]["api_key"] == "**********"
-    assert load(write(tmp_path, text), {}).workers[0].role == "prefill"
+    assert load(write(tmp_path, text), {}).workers[0].engine == "vllm"
 
 
 def test_an_error_does_not_repeat_a_secret() -> None:

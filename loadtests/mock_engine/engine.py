@@ -11,6 +11,7 @@ from dataclasses import replace
 import orjson
 import xxhash
 
+from kvroute.endpoint import http_origin
 from kvroute.loadtests.mock_engine.answers import (
     Answer,
     Misbehaviour,
@@ -33,7 +34,6 @@ from kvroute.loadtests.mock_engine.scheduler import Outcome, Scheduler
 from kvroute.loadtests.mock_engine.sequences import Phase, Sequence
 from kvroute.loadtests.mock_engine.streams import StreamAnswer
 from kvroute.loadtests.mock_engine.wire import ApiError, Request, json_response, rejected
-from kvroute.router.endpoint import http_origin
 
 
 class MockEngine:

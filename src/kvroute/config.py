@@ -27,7 +27,8 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from kvroute.types import EngineKind, Role
+from kvroute.endpoint import Endpoint
+from kvroute.types import EngineKind
 
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(gt=0)]
@@ -47,7 +48,6 @@ class WorkerConfig(Group):
     """An engine to route to. A bare URL string is accepted in its place."""
 
     url: str
-    role: Role = Role.BOTH
     engine: EngineKind | None = Field(default=None, description="discovered when not given")
     api_key: SecretStr | None = Field(
         default=None, description="sent to this worker in place of the client's key"
@@ -61,8 +61,6 @@ class WorkerConfig(Group):
     @field_validator("url")
     @classmethod
     def _usable_url(cls, value: str) -> str:
-        from kvroute.router.endpoint import Endpoint
-
         return Endpoint.parse(value).url
 
 
@@ -201,7 +199,7 @@ class Config(BaseSettings):
     workers: tuple[WorkerConfig, ...] = ()
     policy: PolicyConfig = PolicyConfig(name="prefix_affinity")
     shadow_policy: PolicyConfig | None = None
-    policy_budget_ms: Seconds = Field(default=5.0, description="a slower decision counts as an overrun")
+    policy_budget_s: Seconds = Field(default=0.005, description="a slower decision counts as an overrun")
     api_key: SecretStr | None = Field(
         default=None, description="clients must send it as a Bearer token; it is not forwarded"
     )
@@ -211,6 +209,7 @@ class Config(BaseSettings):
     decision_headers: bool = Field(
         default=True, description="x-kvroute-worker and x-kvroute-decision on responses"
     )
+    access_log: bool = Field(default=False, description="one log line per request, at level info")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()

@@ -42,7 +42,7 @@ class Probed(Engine):
             body = json.dumps({"object": "list", "data": self.cards}).encode()
             await wire.answer(self.models_status, body)
             return True
-        if request.target == "/server_info" and self.server_info is not None:
+        if request.target == "/server_info?config_format=json" and self.server_info is not None:
             await wire.answer(200, json.dumps(self.server_info).encode())
             return True
         return await super()._answer_probe(request, wire)

@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from kvroute.config import Breaker, Health, Limits, WorkerConfig
-from kvroute.router.endpoint import Endpoint
+from kvroute.endpoint import Endpoint
 from kvroute.router.errors import GatewayError
 from kvroute.router.pool import UpstreamPool
 from kvroute.router.workers import Lease, Member, Registry, State

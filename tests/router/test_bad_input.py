@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvroute.router import http1
+from kvroute.router import client as client_side
 from kvroute.router.server import GatewayServer
 from tests.kit import CHAT, Answer, Client, Engine, ask, until
 from tests.router.edge import edge
@@ -136,14 +136,14 @@ async def test_a_chunked_body_over_the_limit_is_refused() -> None:
 async def test_a_slow_upload_is_read_to_its_end_so_that_the_answer_arrives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http1, "LINGER_S", 0.3)
+    monkeypatch.setattr(client_side, "LINGER_S", 0.3)
     async with Engine() as engine, edge(engine, limits={"body_bytes": 10**6}) as server:
         answer = await _upload(server, _pieces(b"x" * 2 * 10**5, 10, pause_s=0.08), "Content-Length: 2000000")
         assert answer.status == 413
 
 
 async def test_reading_on_after_a_refusal_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http1, "MAX_LINGER_S", 0.2)
+    monkeypatch.setattr(client_side, "MAX_LINGER_S", 0.2)
     async with Engine() as engine, edge(engine, limits={"body_bytes": 10**6}) as server:
         client = await Client.connect(server.url)
         client.writer.write(b"POST / HTTP/1.1\r\nContent-Length: 2000000\r\n\r\n")

@@ -45,7 +45,7 @@ async def test_listed_as_they_are() -> None:
                     "id": member.worker.id,
                     "url": engine.url,
                     "state": "ready",
-                    "role": "both",
+                    "breaker": "closed",
                     "engine": "vllm",
                     "models": ["m"],
                     "block_size_tokens": None,
@@ -55,6 +55,7 @@ async def test_listed_as_they_are() -> None:
                     "reported_running": 2,
                     "reported_waiting": None,
                     "kv_usage_ratio": 0.5,
+                    "kv_event_sources": {},
                 }
             ]
         }
@@ -66,7 +67,7 @@ async def test_listed_as_they_are() -> None:
 async def test_added_at_run_time_it_becomes_ready_and_serves() -> None:
     async with Engine() as engine, gateway(admin=ON) as server:
         assert (await ask(server.url, CHAT, {"model": "m"})).status == 503
-        added = await admin(server, body={"url": engine.url + "/", "role": "both"}, method="POST")
+        added = await admin(server, body={"url": engine.url + "/"}, method="POST")
         assert (added.status, added.json()["state"], added.json()["url"]) == (201, "starting", engine.url)
         await until(lambda: member_of(server, engine).state is State.READY)
         assert (await ask(server.url, CHAT, {"model": "m"})).status == 200
@@ -84,7 +85,7 @@ async def test_added_at_run_time_it_becomes_ready_and_serves() -> None:
         ({"url": "ftp://a"}, "url", "has scheme 'ftp'; accepted: http://host:port"),
         ({"url": "http://a:8000@3"}, "url", "contains '@'"),
         ({"url": "http://a", "keys": 1}, "keys", "keys: "),
-        ({"url": "http://a", "role": "boss"}, "role", "'both', 'prefill' or 'decode'"),
+        ({"url": "http://a", "engine": "tgi"}, "engine", "'vllm', 'sglang' or 'openai'"),
         ([1], None, "body: "),
         (b"{", None, "body: JSON decode error"),
         (b"", None, "body: "),
@@ -235,7 +236,7 @@ async def series(server: GatewayServer) -> set[str]:
 
 
 async def test_clients_cannot_make_series() -> None:
-    async with Engine() as engine, gateway(engine, policy_budget_ms=1e6) as server:
+    async with Engine() as engine, gateway(engine, policy_budget_s=1e6) as server:
 
         async def send(number: int) -> None:
             client = await Client.connect(server.url)

@@ -16,8 +16,8 @@ STATUS = {
     429: {Failure.OVERLOADED, Failure.REJECTED},
     431: {Failure.HEADERS_TOO_LARGE},
     500: {Failure.INTERNAL},
-    502: {Failure.CONNECT_REFUSED, Failure.RESET, Failure.BAD_RESPONSE, Failure.DIED},
-    503: {Failure.NO_WORKER, Failure.SHUTTING_DOWN},
+    502: {Failure.CONNECT_REFUSED, Failure.CONNECT_FAILED, Failure.RESET, Failure.BAD_RESPONSE, Failure.DIED},
+    503: {Failure.NO_WORKER},
     504: {
         Failure.CONNECT_TIMEOUT,
         Failure.FIRST_BYTE_TIMEOUT,

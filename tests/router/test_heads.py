@@ -7,8 +7,8 @@ import pytest
 
 from kvroute.config import Breaker as BreakerOptions
 from kvroute.config import Config, Timeouts, WorkerConfig
+from kvroute.endpoint import Endpoint
 from kvroute.router.breaker import Breaker
-from kvroute.router.endpoint import Endpoint
 from kvroute.router.headers import Headers
 from kvroute.router.heads import request_head, response_head
 from kvroute.router.pool import UpstreamPool

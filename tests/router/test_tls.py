@@ -85,7 +85,7 @@ async def test_a_certificate_that_turns_bad_is_a_502(trusted: Certificate, stran
         (member,) = server.registry.members.values()
         await until(lambda: member.pool.open_connections == 0)
         answer = await ask(server.url, CHAT, BODY)
-        assert (answer.status, answer.code) == (502, "connect_refused")
+        assert (answer.status, answer.code) == (502, "connect_failed")
         assert answer.json()["error"]["type"] == "upstream_error"
         assert "certificate verify failed" in answer.json()["error"]["message"]
         assert engine.received == []

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvroute.router.endpoint import Endpoint, EndpointError, http_origin, join_host_port
+from kvroute.endpoint import Endpoint, EndpointError, http_origin, join_host_port
 from tests.kit import CHAT, Engine, ask, gateway, until
 
 ROOT = Path(__file__).parents[2]
