@@ -170,7 +170,11 @@ def _table(results: Sequence[Result], workload: MultiTurn) -> Table:
         f"{ENGINES} mock engines (Llama-3.1-8B on H100), {workload.requests} requests of "
         f"{workload.conversations} conversations"
     )
-    table = Table(title=title, box=SIMPLE_HEAD)
+    caption = (
+        f"Simulated: KV room for {KV_BLOCKS * 16:,} tokens per engine. "
+        "A first turn is cold under any policy, and first turns make the p99."
+    )
+    table = Table(title=title, caption=caption, box=SIMPLE_HEAD)
     table.add_column("policy", no_wrap=True)
     for name in ("TTFT p50", "TTFT p99", "hit rate", "split", "failed"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -17,8 +17,9 @@ class Policy(Protocol):
     `fleet.workers` is never empty and holds only workers that may take the request; the answer must name
     one of them.
 
-    A raised exception or an overrun of the gateway's time budget is counted, and the request goes to the
-    least loaded worker instead.
+    A raised exception or an answer that is none is counted, and the request goes to the least loaded worker
+    instead. A decision that overruns the gateway's time budget is counted and kept; after five in a row the
+    policy is set aside for a thousand decisions.
     """
 
     Options: ClassVar[type[Any]]

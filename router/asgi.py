@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, MutableMapping
+from http import HTTPStatus
 from typing import Any
 
 from kvroute.router.request_parser import Request
@@ -44,7 +45,8 @@ async def run_app(app: App, request: Request, *, keep_alive: bool) -> tuple[int,
 
     await app(scope, receive, send)
     body = b"".join(message.get("body", b"") for message in sent[1:])
-    lines = [b"HTTP/1.1 %d " % sent[0]["status"]]
+    status = HTTPStatus(sent[0]["status"])
+    lines = [b"HTTP/1.1 %d %b" % (status, status.phrase.encode())]
     lines += [b"%b: %b" % (n, v) for n, v in sent[0].get("headers", ()) if n.lower() != b"content-length"]
     lines.append(b"content-length: %d" % len(body))
     if not keep_alive:

@@ -57,6 +57,7 @@ class Breaker:
             self.open_until_s = now_s + self._options.open_s
         self._trial = False
 
-    def no_verdict(self) -> None:
-        """The trial ended without telling anything (4xx, client gone): the next request is the trial."""
-        self._trial = False
+    def no_verdict(self, is_trial: bool) -> None:
+        """A request told nothing (4xx, client gone); if it was the trial, the next one is."""
+        if is_trial:
+            self._trial = False

@@ -131,7 +131,7 @@ class ClientConnection(asyncio.Protocol):
             self._send_refusal(parser.error)
 
     def _arrived(self, request: Request) -> None:
-        if self._task is None:
+        if self._task is None and not self._paused:
             self._begin(request)
         elif len(self._queue) < MAX_PIPELINED:
             self._queue.append(request)
@@ -171,12 +171,12 @@ class ClientConnection(asyncio.Protocol):
             self.transport.abort()
             raise
         except Exception:
-            log.exception("handler failed", target=request.target[:200].decode("latin-1"))
             if self.started:
                 self.transport.abort()
             else:
                 error = GatewayError(Failure.INTERNAL, "internal error of the gateway")
                 self.respond(error.response(None, close=not self.keep_alive))
+            log.exception("handler failed", target=request.target[:200].decode("latin-1"))
         finally:
             self.drop_request_body()
             self._finish()
@@ -189,7 +189,8 @@ class ClientConnection(asyncio.Protocol):
         if self.transport.is_closing() or not keep:
             self._close()
         elif self._queue:
-            self._begin(self._queue.popleft())
+            if not self._paused:
+                self._begin(self._queue.popleft())
         elif self._requests.error is not None:
             self._send_refusal(self._requests.error)
         elif not self._paused:
@@ -309,5 +310,7 @@ class ClientConnection(asyncio.Protocol):
             self.deadline_s = (
                 NEVER if self._task is not None else monotonic() + self._state.timeouts.client_idle_s
             )
+        if self._task is None and self._queue:
+            self._begin(self._queue.popleft())  # it waited until its predecessors' answers were read
         if self._source is not None:
             self._source.resume()

@@ -100,6 +100,7 @@ def describe(member: Member) -> dict[str, Any]:
         "models": list(worker.models),
         "block_size_tokens": worker.block_size_tokens,
         "data_parallel_size": worker.data_parallel_size,
+        "last_error": member.last_error,
         "requests": load.requests,
         "pending_prefill_tokens": load.pending_prefill_tokens,
         "reported_running": load.reported_running,

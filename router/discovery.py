@@ -14,10 +14,11 @@ from kvroute.types import EngineKind
 _SAMPLE = re.compile(
     r"^(?:(?P<engine>vllm|sglang):)?(?P<name>num_requests_running|num_requests_waiting|num_running_reqs|num_queue_reqs"
     r"|kv_cache_usage_perc|gpu_cache_usage_perc|token_usage|cache_config_info|process_start_time_seconds)"
-    r"(?:\{(?P<labels>[^\n]*?)\})? (?P<value>[^\s]+)",
+    r"(?:\{(?P<labels>[^\n]{0,4096}?)\})? (?P<value>[^\s]+)",
     re.MULTILINE,
 )
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+MAX_VALUE = 1e15
+_LABEL = re.compile(r'(?:^|,)\s*+(\w++)="((?:[^"\\]|\\.)*+)"')
 _RUNNING = ("num_requests_running", "num_running_reqs")
 _WAITING = ("num_requests_waiting", "num_queue_reqs")
 _USAGE = ("kv_cache_usage_perc", "gpu_cache_usage_perc", "token_usage")
@@ -46,7 +47,7 @@ def read_metrics(text: str) -> EngineMetrics:
             value = float(sample["value"])
         except ValueError:
             continue
-        if not isfinite(value):
+        if not isfinite(value) or abs(value) > MAX_VALUE:
             continue
         if sample["engine"]:
             kind = EngineKind(sample["engine"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeGuard, overload
@@ -25,6 +26,8 @@ OVERRUNS_BEFORE_PAUSE = 5
 PAUSE_DECISIONS = 1000
 FALLBACK = "fallback"
 MAX_REASONS = 32
+MAX_TOKENS = 2**40
+MAX_RETRY_AFTER_S = 3600.0
 OTHER_REASON = "other"
 
 
@@ -90,8 +93,8 @@ class Dispatcher:
             self._ask_shadow(self._shadow, self._shadow_patience, request, fleet, decision)
         if isinstance(decision, Rejection):
             self._metrics.decisions.add(self._policy.name, "rejected")
-            message = f"rejected by policy {self._policy.name}: {decision.reason}"
-            raise GatewayError(Failure.REJECTED, message, retry_after_s=decision.retry_after_s)
+            message = f"rejected by policy {self._policy.name}: {shorten(str(decision.reason))}"
+            raise GatewayError(Failure.REJECTED, message, retry_after_s=_retry_after_s(decision))
         member = self._registry.members[decision.candidate.decode.id]
         if keys is not None:
             self._index.insert(member.worker.id, keys.keys)
@@ -127,14 +130,14 @@ class Dispatcher:
         started = self._timer()
         try:
             decision = self._policy.policy.decide(request.view, fleet)
-        except Exception:
+        except (Exception, asyncio.CancelledError):  # nothing can cancel synchronous code but itself
             log.exception("policy failed", policy=name)
             return self._fall_back(fleet, "error")
         patience.took(self._timer() - started)
         if isinstance(decision, Rejection):
             return decision
         if not _is_sound(decision, fleet):
-            log.error("policy chose no eligible worker", policy=name, decision=shorten(repr(decision), 500))
+            log.error("policy chose no eligible worker", policy=name, decision=type(decision).__name__)
             return self._fall_back(fleet, "bad_choice")
         if decision.reason not in self._reasons:
             return self._with_known_reason(decision)
@@ -168,13 +171,18 @@ class Dispatcher:
         started = self._timer()
         try:
             other = shadow.policy.decide(request.view, fleet)
-        except Exception:
+        except (Exception, asyncio.CancelledError):
             log.exception("shadow policy failed", policy=shadow.name)
             agreement = "error"
         else:
             patience.took(self._timer() - started)
             agreement = _agreement(decision, other)
         self._metrics.shadow.add(shadow.name, agreement)
+
+
+def _retry_after_s(rejection: Rejection) -> float:
+    wanted: object = rejection.retry_after_s  # third-party code's
+    return wanted if isinstance(wanted, int | float) and 0 <= wanted <= MAX_RETRY_AFTER_S else 1.0
 
 
 def _agreement(decision: Decision | Rejection, other: Decision | Rejection) -> str:
@@ -218,6 +226,7 @@ def _is_sound(decision: object, fleet: Fleet) -> TypeGuard[Decision]:
         and isinstance(decision.candidate, Candidate)
         and isinstance(decision.reason, str)
         and isinstance(decision.matched_tokens, int)
+        and 0 <= decision.matched_tokens < MAX_TOKENS
         and _offered(decision.candidate.decode, fleet)
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 
 import orjson
@@ -21,6 +22,7 @@ class Failure(StrEnum):
     OVERLOADED = "overloaded"
     REJECTED = "rejected"
     NO_WORKER = "no_worker"
+    EXHAUSTED = "gateway_exhausted"
     CONNECT_REFUSED = "connect_refused"
     CONNECT_FAILED = "connect_failed"
     CONNECT_TIMEOUT = "connect_timeout"
@@ -50,6 +52,7 @@ _TABLE: dict[Failure, tuple[int, str]] = {
     Failure.OVERLOADED: (429, "rate_limit_error"),
     Failure.REJECTED: (429, "rate_limit_error"),
     Failure.NO_WORKER: (503, "service_unavailable_error"),
+    Failure.EXHAUSTED: (503, "service_unavailable_error"),
     Failure.CONNECT_REFUSED: (502, _UPSTREAM),
     Failure.CONNECT_FAILED: (502, _UPSTREAM),
     Failure.CONNECT_TIMEOUT: (504, _TIMEOUT),
@@ -81,6 +84,13 @@ REASONS = {
 def shorten(text: str, limit: int = 100) -> str:
     """A client's own words for a message or a log line."""
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
+def _to_json(value: dict[str, object]) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except TypeError:  # a lone surrogate, out of a client's JSON
+        return json.dumps(value).encode()
 
 
 class GatewayError(Exception):
@@ -116,7 +126,7 @@ class GatewayError(Exception):
         }
         if self.upstream_status is not None:
             error["upstream_status"] = self.upstream_status
-        return orjson.dumps({"error": error})
+        return _to_json({"error": error})
 
     def sse_event(self, target: bytes = b"") -> bytes:
         """The last event of a stream that has begun, as the API of the request's target spells it."""
@@ -127,7 +137,7 @@ class GatewayError(Exception):
             error = {"type": "error", "code": self.failure.value, "message": self.message, "param": None}
         else:
             return b"data: " + self.body() + b"\n\n"
-        return b"event: error\ndata: " + orjson.dumps(error) + b"\n\n"
+        return b"event: error\ndata: " + _to_json(error) + b"\n\n"
 
     def response(self, request_id: str | None, *, close: bool, head_only: bool = False) -> bytes:
         """The whole HTTP response."""

@@ -268,4 +268,5 @@ class Exchange:
                 usage.completion_tokens,
                 matched_tokens,
             ),
+            is_trial=choice.lease.is_trial,
         )

@@ -14,6 +14,7 @@ import structlog
 from kvroute.clock import monotonic
 from kvroute.conductor.prompts import ROUTES
 from kvroute.router.asgi import App, run_app
+from kvroute.router.breaker import BreakerState
 from kvroute.router.client import ClientConnection
 from kvroute.router.control import PUBLIC_PATHS
 from kvroute.router.errors import Failure, GatewayError, shorten
@@ -178,9 +179,20 @@ class Gateway:
         yield gauge("kvroute_requests_in_flight", "Requests being handled.", (), [((), self._in_flight)])
         yield gauge(
             "kvroute_worker_in_flight",
-            "Leases charged to a worker and not released.",
+            "Requests sent to a worker and not yet ended.",
             ("worker",),
             [((url,), requests) for url, requests in by_url.items()],
+        )
+        now_s = monotonic()
+        yield gauge(
+            "kvroute_worker_up",
+            "1 for a worker that is ready with its breaker closed, else 0.",
+            ("worker",),
+            [
+                ((m.endpoint.url,), m.state is State.READY and m.breaker.state(now_s) is BreakerState.CLOSED)
+                for m in members
+                if m.state is not State.DRAINING
+            ],
         )
         yield gauge(
             "kvroute_workers",

@@ -20,6 +20,7 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
+_FRAMING = frozenset({b"content-length"})  # whoever lists it as hop-by-hop would unframe the message
 _NONE: frozenset[bytes] = frozenset()
 _PLAIN = frozenset({b"close", b"keep-alive", b"Keep-Alive"})
 # These are written anew on every hop: the body is buffered, and the answer to an expectation is ours.
@@ -32,7 +33,7 @@ def named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[byt
     for name, value in headers:
         if len(name) == 10 and name.lower() == b"connection" and value not in _PLAIN:
             names |= {token.strip().lower() for token in value.split(b",")}
-    return names
+    return names - _FRAMING if names else names
 
 
 def find(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:

@@ -68,7 +68,7 @@ class Prober:
             try:
                 await watch(member)
             except Exception:
-                log.exception("probe failed", worker=member.worker.id)
+                log.exception("probe broke", worker=member.worker.id)
                 await asyncio.sleep(self._options.interval_s)
 
     async def _get(self, member: Member, path: str) -> Answer | None:
@@ -89,35 +89,50 @@ class Prober:
                 return
             if member.state is State.READY and started_s >= next_models_s:
                 next_models_s = started_s + self._options.models_interval_s
-                await self._refresh_models(member)
+                models = await self._get(member, "/v1/models")
+                if models is not None:
+                    self._take_models(member, models)
             pause_s = self._options.interval_s * (0.25 if member.state is State.STARTING else 1.0)
             await asyncio.sleep(
                 max(0.0, pause_s - (monotonic() - started_s)) * self._random.uniform(0.9, 1.0)
             )
 
     async def _probe(self, member: Member) -> None:
-        refused = False
+        refused, fault, status = False, None, 0
         try:
-            healthy = (await get(member, self._options.path, self._options.timeout_s)).status < 500
+            status = (await get(member, self._options.path, self._options.timeout_s)).status
+            fault = None if status < 500 else f"{self._options.path} answered {status}"
         except GatewayError as error:
-            healthy, refused = False, error.failure is Failure.CONNECT_REFUSED
+            if error.failure is Failure.EXHAUSTED:
+                self._note(member, error.message)
+                return  # our own trouble, not the worker's
+            refused, fault = error.failure is Failure.CONNECT_REFUSED, error.message
         except TimeoutError:
-            healthy = False
+            fault = f"{self._options.path} did not answer within health.timeout_s"
+        self._note(member, fault)
+        healthy = fault is None
         if healthy and member.was_refused and member.state in (State.READY, State.UNHEALTHY):
             self._registry.replace(member)
         elif healthy:
-            await self._probe_good(member)
+            await self._probe_good(member, status)
         else:
             self._probe_bad(member)
         member.was_refused = refused
 
-    async def _probe_good(self, member: Member) -> None:
+    @staticmethod
+    def _note(member: Member, fault: str | None) -> None:
+        """Say once what is wrong with a worker: a wrong URL is the commonest first mistake."""
+        if fault is not None and fault != member.last_error:
+            log.warning("probe failed", worker=member.worker.id, state=member.state.value, error=fault)
+        member.last_error = fault
+
+    async def _probe_good(self, member: Member, status: int) -> None:
         member.bad_probes = 0
         member.good_probes += 1
         if member.good_probes < self._options.healthy_after:
             return
         if member.state is State.UNHEALTHY or (
-            member.state is State.STARTING and await self._discover(member)
+            member.state is State.STARTING and await self._discover(member, status)
         ):
             self._registry.set_state(member, State.READY)
 
@@ -127,9 +142,18 @@ class Prober:
         if member.state is State.READY and member.bad_probes >= self._options.unhealthy_after:
             self._registry.set_state(member, State.UNHEALTHY)
 
-    async def _discover(self, member: Member) -> bool:
-        """Ask a worker that starts who it is; False while it cannot say which models it serves."""
-        if not await self._refresh_models(member):
+    async def _discover(self, member: Member, health_status: int) -> bool:
+        """Ask a worker that starts who it is; False while nothing says that it is an engine.
+
+        One without a list of models, but with a /health, may be asked for any model.
+        """
+        models = await self._get(member, "/v1/models")
+        if models is None or models.status >= 500:
+            return False
+        lists = self._take_models(member, models)
+        if not lists and (models.status == 200 or not 200 <= health_status < 300):
+            fault = f"{self._options.path} gave {health_status}, /v1/models {models.status} and no list"
+            self._note(member, fault)
             return False
         answer = await self._get(member, "/server_info?config_format=json")  # vLLM's default is text
         size = None if answer is None else read_server_info(_read_json(answer))
@@ -139,14 +163,11 @@ class Prober:
         member.kv_event_sources = {} if sources is None else read_event_sources(_read_json(sources))
         return True
 
-    async def _refresh_models(self, member: Member) -> bool:
-        answer = await self._get(member, "/v1/models")
-        if answer is None or answer.status >= 500:
+    def _take_models(self, member: Member, answer: Answer) -> bool:
+        """Learn from an answer of /v1/models; False when it holds no list, and then what was known stays."""
+        cards = read_cards(_read_json(answer))
+        if not cards:
             return False
-        models = _read_json(answer)
-        if answer.status == 200 and models is None:
-            return False
-        cards = read_cards(models)
         changes: dict[str, Any] = {"models": tuple(card["id"] for card in cards)}
         kind = engine_of(cards)
         if member.config.engine is None and kind is not None:

@@ -48,6 +48,8 @@ class Counter:
     def __init__(self, name: str, help_text: str, labels: Sequence[str] = ()) -> None:
         self.name, self.help, self.labels = name, help_text, tuple(labels)
         self.values: dict[tuple[str, ...], float] = defaultdict(float)
+        if not self.labels:
+            self.values[()] = 0.0  # absent until its first event, it would hide that event from rate()
 
     def add(self, *labels: str, by: float = 1.0) -> None:
         self.values[labels] += by
@@ -120,8 +122,12 @@ class Metrics:
         self.requests = Counter(
             "kvroute_requests", "Requests by route, model and status.", ("route", "model", "status")
         )
-        self.decisions = Counter("kvroute_decisions", "Choices by policy and reason.", ("policy", "reason"))
-        self.worker_requests = Counter("kvroute_worker_requests", "Attempts sent, by worker.", ("worker",))
+        self.decisions = Counter(
+            "kvroute_decisions", "Workers chosen, by policy and by the policy's reason.", ("policy", "reason")
+        )
+        self.worker_requests = Counter(
+            "kvroute_worker_requests", "Attempts ended, by the worker they were sent to.", ("worker",)
+        )
         self.fallbacks = Counter(
             "kvroute_policy_fallbacks",
             "Choices made by least-loaded instead of the policy.",
@@ -131,26 +137,43 @@ class Metrics:
             "kvroute_policy_overruns", "Decisions that took longer than policy_budget_s.", ("policy",)
         )
         self.shadow = Counter(
-            "kvroute_shadow_decisions", "What the shadow policy would do.", ("policy", "agreement")
+            "kvroute_shadow_decisions",
+            "The shadow policy beside the real one: same or other worker, rejected, error, paused.",
+            ("policy", "agreement"),
         )
         self.no_keys = Counter(
             "kvroute_prompt_without_keys", "Prompts that prefix routing has no opinion on.", ("reason",)
         )
-        self.prompts = Counter("kvroute_prompts", "Prompts by how their keys were made.", ("mode",))
+        self.prompts = Counter(
+            "kvroute_prompts",
+            "Prompts with keys, by how the keys were made: from tokens or from bytes.",
+            ("mode",),
+        )
         self.retries = Counter("kvroute_retries", "Attempts on another worker, by what failed.", ("reason",))
         self.retries_denied = Counter("kvroute_retries_denied", "Failures not retried, by why.", ("reason",))
         self.stale = Counter(
             "kvroute_stale_connections", "Pooled connections that had closed; sent again at once."
         )
-        self.upstream_errors = Counter("kvroute_upstream_errors", "Failed attempts.", ("worker", "reason"))
+        self.upstream_errors = Counter(
+            "kvroute_upstream_errors",
+            "Failed attempts by worker and cause, retried ones included.",
+            ("worker", "reason"),
+        )
         self.in_band_errors = Counter(
             "kvroute_in_band_errors", "Streams that carried an error event.", ("worker",)
         )
-        self.failures = Counter("kvroute_failures", "Answers of the gateway's own, by cause.", ("reason",))
+        self.failures = Counter(
+            "kvroute_failures",
+            "Error answers made by the gateway itself, clients' mistakes included, by cause.",
+            ("reason",),
+        )
         self.disconnects = Counter(
             "kvroute_client_disconnects", "Clients that left before the end.", ("phase",)
         )
-        self.prompt_tokens = Counter("kvroute_prompt_tokens", "Prompt tokens as engines counted them.")
+        self.prompt_tokens = Counter(
+            "kvroute_prompt_tokens",
+            "Prompt tokens as engines count them; a stream tells only with stream_options.include_usage.",
+        )
         self.cached_tokens = Counter("kvroute_cached_tokens", "Of these, reported by engines as cached.")
         self.matched_tokens = Counter(
             "kvroute_matched_tokens", "Prompt tokens the index expected to be cached."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 
 from kvroute.clock import monotonic
@@ -11,6 +12,9 @@ from kvroute.endpoint import Endpoint
 from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.sweeper import Sweeper
 from kvroute.router.upstream import UpstreamConnection
+
+OUR_OWN = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+"""Faults of this machine, which say nothing of a worker."""
 
 
 class UpstreamPool:
@@ -67,7 +71,13 @@ class UpstreamPool:
             ) from None
         except (ConnectionRefusedError, FileNotFoundError) as error:
             raise GatewayError(Failure.CONNECT_REFUSED, f"nobody listens at the worker: {error}") from None
-        except (OSError, UnicodeError) as error:  # DNS, routing, TLS, no descriptors left, ...
+        except OSError as error:
+            if error.errno in OUR_OWN:
+                raise GatewayError(
+                    Failure.EXHAUSTED, f"the gateway itself is out of means: {error}"
+                ) from None
+            raise GatewayError(Failure.CONNECT_FAILED, f"cannot connect to worker: {error}") from None
+        except UnicodeError as error:
             raise GatewayError(Failure.CONNECT_FAILED, f"cannot connect to worker: {error}") from None
         # Not in connection_made: uvloop, cancelled right after that, closes without connection_lost.
         if not protocol.closed:

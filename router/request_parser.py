@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from kvroute.router.client import ServerState
 
 
+MAX_PIECES = 256
+
+
 class Request(Struct):
     """One request, complete: the body has arrived in full."""
 
@@ -54,6 +57,7 @@ class RequestParser:
         self._headers: Headers = []
         self._fields: dict[bytes, bytes] = {}
         self._body: list[bytes] = []
+        self._joined = bytearray()
         self._body_bytes = 0
         self._head_bytes = 0
         self._framing_bytes = 0
@@ -87,6 +91,7 @@ class RequestParser:
         """Read no further; the first error stands. Gives back what the unfinished request holds."""
         self._state.buffered_bytes -= self._body_bytes
         self._body = []
+        self._joined = bytearray()
         self._body_bytes = 0
         self.error = self.error or error
 
@@ -167,6 +172,9 @@ class RequestParser:
             return
         self._framing_bytes = 0
         self._body.append(data)
+        if len(self._body) >= MAX_PIECES:  # a piece weighs 30 bytes and more beside its own
+            self._joined += b"".join(self._body)
+            self._body.clear()
         self._body_bytes += len(data)
         self._state.buffered_bytes += len(data)
         if self._body_bytes > self._state.limits.body_bytes:
@@ -185,7 +193,7 @@ class RequestParser:
             target=self._target,
             headers=self._headers,
             fields=self._fields,
-            body=body[0] if len(body) == 1 else b"".join(body),
+            body=body[0] if len(body) == 1 and not self._joined else b"".join((self._joined, *body)),
             keep_alive=parser.should_keep_alive(),
             http10=parser.get_http_version() != "1.1",
             received_s=monotonic(),

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import orjson
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from kvroute.conductor.keys import BYTES_PER_TOKEN, byte_keys, namespace_key
 from kvroute.conductor.prompts import ROUTES
@@ -38,6 +39,7 @@ is last: it is the coarsest, and one user may hold many conversations."""
 _SESSION_ROOTS = frozenset(name for name, _ in SESSION_FIELDS)
 NAMESPACE_FIELDS = frozenset({"lora_name", "lora_path", "cache_salt", "extra_key"})
 """Body fields that keep equal prompts apart, beside the model."""
+OUTLINE_ABOVE_BYTES = 2**20
 MAX_KEYED_BYTES = 4 * 2**20
 """About a million tokens; what a longer prompt adds is not told apart."""
 MAX_CACHED_CHARS = 128
@@ -92,6 +94,8 @@ def parse_request(target: bytes, headers: Mapping[bytes, bytes], body: bytes) ->
     no_keys = "route" if route is None else "empty" if not body else None
     if is_json is False or not body or (route is None and not is_json):
         return ParsedRequest(RequestView(session_id=session_id), no_keys=no_keys or "content_type")
+    if len(body) > OUTLINE_ABOVE_BYTES:
+        return _parse_outline(route is not None, session_id, body)
     if route is None:
         return _parse_other(session_id, body)
     fields = _load(body)
@@ -108,6 +112,52 @@ def parse_request(target: bytes, headers: Mapping[bytes, bytes], body: bytes) ->
         prompt.data,
         _root(model, fields, prompt.domain),
     )
+
+
+class _Outline(Struct):
+    """The fields of a large body that routing needs, as the slices of JSON that they are."""
+
+    model: str | None = None
+    stream: Raw = Raw(b"false")
+    tools: Raw = Raw()
+    system: Raw = Raw()
+    instructions: Raw = Raw()
+    messages: Raw = Raw()
+    input: Raw = Raw()
+    prompt: Raw = Raw()
+    text: Raw = Raw()
+    input_ids: Raw = Raw()
+    lora_name: Raw = Raw()
+    lora_path: Raw = Raw()
+    cache_salt: Raw = Raw()
+    extra_key: Raw = Raw()
+
+
+_PROMPT_FIELDS = ("tools", "system", "instructions", "input_ids", "messages", "input", "prompt", "text")
+_decode_outline = msgspec.json.Decoder(_Outline).decode
+
+
+def _parse_outline(is_prompt_route: bool, session_id: str | None, body: bytes) -> ParsedRequest:
+    """Read a large body without making objects of it: a megabyte of `{},` would become a hundred.
+
+    Its keys are of the JSON as it stands, which a client that goes on with a chat writes the same way again;
+    they do not match those of a smaller body of the same text.
+    """
+    try:
+        outline = _decode_outline(body)
+    except msgspec.ValidationError as error:
+        field = "model" if "$.model" in str(error) else None
+        raise MalformedBody(f"the body is not usable: {error}", field) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise MalformedBody(f"the body is not valid JSON: {error}; a JSON object is expected") from None
+    prompt = b"".join(bytes(getattr(outline, name)) for name in _PROMPT_FIELDS)
+    extras = (outline.lora_name, outline.lora_path, outline.cache_salt, outline.extra_key)
+    salt = b"\0".join(map(bytes, extras)).decode("utf-8", "replace")
+    view = RequestView(
+        outline.model, session_id, -(-len(prompt) // BYTES_PER_TOKEN), bytes(outline.stream) == b"true"
+    )
+    no_keys = "route" if not is_prompt_route else None if prompt else "empty"
+    return ParsedRequest(view, no_keys, prompt, namespace_key(outline.model, cache_salt=salt, domain="json"))
 
 
 def _parse_other(session_id: str | None, body: bytes) -> ParsedRequest:

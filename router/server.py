@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import resource
 import signal
 import socket
 import ssl
@@ -12,13 +13,15 @@ from collections.abc import AsyncIterator, Generator, Iterator
 
 import structlog
 import uvicorn
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 
+from kvroute import __version__
 from kvroute.clock import monotonic
 from kvroute.conductor.index import ApproximateIndex
 from kvroute.config import Config, ConfigError, PolicyConfig
 from kvroute.endpoint import Endpoint, http_origin, join_host_port
 from kvroute.policies.registry import PolicyError, make_policy
+from kvroute.router import logs
 from kvroute.router.client import ClientConnection, ServerState
 from kvroute.router.control import make_app
 from kvroute.router.dispatch import Dispatcher, NamedPolicy
@@ -176,6 +179,7 @@ class GatewayServer:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal)
+        _raise_file_limit()
         await self.start()
         _tune_collector()
         await signalled.wait()
@@ -209,9 +213,13 @@ class GatewayServer:
         yield gauge(
             "kvroute_index_bytes", "Estimated memory of the index.", (), [((), index.estimated_bytes)]
         )
-        yield gauge(
-            "kvroute_index_evicted_blocks", "Blocks dropped for room.", (), [((), index.evicted_blocks)]
-        )
+        dropped = CounterMetricFamily("kvroute_log_lines_dropped", "Log lines not written.", labels=())
+        dropped.add_metric((), logs.writer.dropped if logs.writer is not None else 0)
+        yield dropped
+        evicted = CounterMetricFamily("kvroute_index_evicted_blocks", "Blocks dropped for room.", labels=())
+        evicted.add_metric((), index.evicted_blocks)
+        yield evicted
+        yield gauge("kvroute_build_info", "1; the version is a label.", ("version",), [((__version__,), 1)])
         yield gauge(
             "kvroute_client_connections", "Open client connections.", (), [((), len(self.state.connections))]
         )
@@ -237,6 +245,12 @@ async def running(config: Config) -> AsyncIterator[GatewayServer]:
         yield server
     finally:
         await server.stop()
+
+
+def _raise_file_limit() -> None:
+    """As many descriptors as the process may have: every request in flight takes two."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _tune_collector() -> None:

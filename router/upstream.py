@@ -74,7 +74,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._closed = False
         self._paused = False
         self._in_head = True
-        self._head_bytes = 0
+        self._framing_bytes = 0
         self._idle_s = 0.0
         self._read_s = 0.0
         self._total_deadline_s = NEVER
@@ -93,7 +93,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._head_only = head_only
         self._error = None
         self._in_head = True
-        self._head_bytes = 0
+        self._framing_bytes = 0
         self._pieces = []
         self._response = Response()
         self._idle_s = timeouts.idle_s
@@ -159,11 +159,20 @@ class UpstreamConnection(asyncio.Protocol):
         self.deadline_s = NEVER
         if self._paused:
             self.resume()
-        if self._complete and self._reusable and not self._closed:
+        if self._may_be_kept():
             self._fresh = False
             self._pool.keep(self)
         else:
             self.close()
+
+    def _may_be_kept(self) -> bool:
+        """Nothing is left: no part of a response, and none of a request answered before it was read."""
+        return (
+            self._complete
+            and self._reusable
+            and not self._closed
+            and not self._transport.get_write_buffer_size()
+        )
 
     # --- back-pressure -------------------------------------------------------------------------
 
@@ -203,15 +212,20 @@ class UpstreamConnection(asyncio.Protocol):
                 self._fail(GatewayError(Failure.BAD_RESPONSE, message))
                 return
         if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
+            self._framing_bytes += len(data)
+            if self._framing_bytes > MAX_HEAD_BYTES:
                 self._fail(
                     GatewayError(
                         Failure.BAD_RESPONSE, f"worker's response head is over {MAX_HEAD_BYTES} bytes"
                     )
                 )
+        elif not self._pieces and not self._complete and self._too_much_framing(len(data)):
+            self._fail(
+                GatewayError(Failure.BAD_RESPONSE, f"worker sent {MAX_HEAD_BYTES} bytes that are no body")
+            )
         elif self._sink is not None:
             if self._pieces:
+                self._framing_bytes = 0
                 self._read_s = now_s = monotonic()
                 self._sink(self.take_body(), now_s)
             if self._complete and self._done is not None and not self._done.done():
@@ -219,6 +233,11 @@ class UpstreamConnection(asyncio.Protocol):
         elif (self._pieces or self._complete) and self._ready is not None and not self._ready.done():
             self.deadline_s = self._total_deadline_s
             self._ready.set_result(self._response)
+
+    def _too_much_framing(self, received: int) -> bool:
+        """Reads without a body byte: trailers or chunk extensions, in one response."""
+        self._framing_bytes += received
+        return self._framing_bytes > MAX_HEAD_BYTES
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True

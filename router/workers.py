@@ -25,8 +25,8 @@ log = structlog.get_logger(__name__)
 
 MIN_RAMP_WEIGHT = 0.1
 IN_BAND_ERROR = "in_band_error"
-NO_VERDICT = frozenset({Failure.TOTAL_TIMEOUT, IN_BAND_ERROR})
-"""Failures that say nothing of a worker's health: our own limit, and a request that went wrong on its own."""
+NO_VERDICT = frozenset({Failure.TOTAL_TIMEOUT, Failure.EXHAUSTED, IN_BAND_ERROR})
+"""Failures that say nothing of a worker's health: our own limits, and a request that went wrong by itself."""
 
 
 class State(StrEnum):
@@ -57,6 +57,8 @@ class Member:
     bad_probes: int = 0
     was_refused: bool = False
     """The last probe found nobody listening: if the next is answered, the process is a new one."""
+    last_error: str | None = None
+    """Why the last probe failed; None after a good one."""
     started_at: float | None = None
     """The engine's own process_start_time_seconds."""
     ready_since_s: float = 0.0
@@ -96,10 +98,12 @@ class Eligible:
 class Lease:
     """The load one attempt adds to one member: charged at choice, released exactly once, always."""
 
-    __slots__ = ("_pending_tokens", "_registry", "_released", "member")
+    __slots__ = ("_pending_tokens", "_registry", "_released", "is_trial", "member")
 
-    def __init__(self, registry: Registry, member: Member, prompt_tokens: int) -> None:
+    def __init__(self, registry: Registry, member: Member, prompt_tokens: int, is_trial: bool) -> None:
         self.member = member
+        self.is_trial = is_trial
+        """The one request that a half-open breaker lets through."""
         self._registry = registry
         self._pending_tokens = prompt_tokens
         self._released = False
@@ -259,22 +263,10 @@ class Registry:
         return self._without_ramping(found, now_s) if self._ramping else found
 
     def _find(self, model: str | None, now_s: float) -> Eligible:
-        serving = [m for m in self.members.values() if m.worker.serves(model)]
-        if not serving and self.members:
-            known = ", ".join(sorted(self._models)) or "none"
-            raise GatewayError(
-                Failure.MODEL_NOT_FOUND,
-                f"The model `{shorten(model or '')}` does not exist. Known models: {known}",
-                param="model",
-            )
-        reachable = [m for m in serving if m.state in (State.READY, State.UNHEALTHY)]
+        able = [m for m in self.members.values() if m.state in (State.READY, State.UNHEALTHY)]
+        reachable = [m for m in able if m.worker.serves(model)]
         if not reachable:
-            states = (
-                ", ".join(f"{m.worker.url} {m.state.value}" for m in serving) or "no worker is registered"
-            )
-            raise GatewayError(
-                Failure.NO_WORKER, f"no worker can take this request: {states}", retry_after_s=1
-            )
+            raise self._nobody_serves(model, some_able=bool(able))
         limit = self._limits.requests_per_worker
         with_room = [m for m in reachable if m.load.requests < limit]
         if not with_room:
@@ -283,6 +275,16 @@ class Registry:
         # When no worker is well, trying one beats refusing: probes can be wrong.
         well = [m for m in with_room if m.state is State.READY and m.breaker.allows(now_s)]
         return Eligible.of(well or with_room)
+
+    def _nobody_serves(self, model: str | None, *, some_able: bool) -> GatewayError:
+        """404 when workers are there and none knows the model, 503 when it may only be a matter of time."""
+        if some_able and model not in self._models:
+            known = ", ".join(sorted(self._models)) or "none"
+            message = f"The model `{shorten(model or '')}` does not exist. Known models: {known}"
+            return GatewayError(Failure.MODEL_NOT_FOUND, message, param="model")
+        states = ", ".join(f"{m.worker.url} {m.state.value}" for m in list(self.members.values())[:10])
+        message = f"no worker can take this request: {states or 'no worker is registered'}"
+        return GatewayError(Failure.NO_WORKER, message, retry_after_s=1)
 
     def _without_ramping(self, found: Eligible, now_s: float) -> Eligible:
         """Leave each ramping member out of this choice with probability 1 - weight (slow start)."""
@@ -316,7 +318,7 @@ class Registry:
         trial = member.breaker.open_until_s is not None and member.breaker.sent(now_s)
         if trial or load.requests == self._limits.requests_per_worker:
             self.changed()
-        return Lease(self, member, prompt_tokens)
+        return Lease(self, member, prompt_tokens, trial)
 
     def released(self, member: Member) -> None:
         member.load.requests -= 1
@@ -325,11 +327,11 @@ class Registry:
         if member.leaves_when_idle and member.load.requests == 0:
             self._forget(member)
 
-    def observe(self, member: Member, outcome: Outcome) -> None:
+    def observe(self, member: Member, outcome: Outcome, *, is_trial: bool) -> None:
         """Real traffic counts for health and breaker. 4xx and a client that left say nothing."""
         was_open = member.breaker.open_until_s
         if outcome.failure in NO_VERDICT:
-            member.breaker.no_verdict()
+            member.breaker.no_verdict(is_trial)
         elif outcome.failure is not None:
             member.breaker.failure(self._clock())
         elif outcome.failure is None and outcome.status is not None and outcome.status < 400:
@@ -338,7 +340,7 @@ class Registry:
             if member.state is State.UNHEALTHY:
                 self.set_state(member, State.READY)
         else:
-            member.breaker.no_verdict()
+            member.breaker.no_verdict(is_trial)
         if was_open is not None or member.breaker.open_until_s is not None:
             self.changed()
 

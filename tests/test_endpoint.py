@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from kvroute.endpoint import Endpoint, EndpointError, http_origin, join_host_port
-from tests.kit import CHAT, Engine, ask, gateway, until
+from tests.kit import CHAT, Engine, Received, Wire, ask, gateway, until
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("router", "policies", "conductor", "loadtests", "src/kvroute")
@@ -138,10 +138,16 @@ async def test_a_worker_behind_a_unix_socket(tmp_path: Path) -> None:
 
 
 async def test_a_base_path_goes_before_every_target() -> None:
+    async def models(_request: Received, wire: Wire) -> None:
+        await wire.answer(200, b'{"data": [{"id": "m"}]}')
+
     async with Engine() as engine:
         async with gateway(ready=False, workers=[f"{engine.url}/base"]) as server:
             (member,) = server.registry.members.values()
-            await until(lambda: member.state == "ready")  # its probes get a 200 from the script
+            await until(lambda: len(engine.received) >= 2)
+            assert member.state == "starting"  # {"ok":true} is no list of models
+            engine.script = models
+            await until(lambda: member.state == "ready")
             await ask(server.url, CHAT, {"model": "m"})
         targets = {request.target for request in engine.received}
         assert {"/base/health", "/base/v1/models", f"/base{CHAT}"} <= targets

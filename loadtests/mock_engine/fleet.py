@@ -7,6 +7,8 @@ import signal
 from contextlib import suppress
 from types import TracebackType
 
+import uvloop
+
 from kvroute.loadtests.mock_engine.engine import MockEngine
 from kvroute.loadtests.mock_engine.options import MockOptions
 
@@ -51,7 +53,7 @@ class MockFleet:
 
 
 async def serve(options: MockOptions) -> None:
-    """Run a fleet until cancelled, or until SIGTERM or SIGINT."""
+    """Run a fleet until cancelled, or until SIGTERM or SIGINT; prints one URL a line once it listens."""
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
     signals = (signal.SIGTERM, signal.SIGINT)
@@ -60,7 +62,8 @@ async def serve(options: MockOptions) -> None:
         for number in signals:
             loop.add_signal_handler(number, stopped.set)
     try:
-        async with MockFleet(options):
+        async with MockFleet(options) as fleet:
+            print(*fleet.urls, sep="\n", flush=True)
             await stopped.wait()
     finally:
         with suppress(ValueError, RuntimeError, NotImplementedError):
@@ -69,11 +72,5 @@ async def serve(options: MockOptions) -> None:
 
 
 def run(options: MockOptions) -> None:
-    """`serve` on a loop of its own, uvloop's when there is one."""
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(serve(options))
-        return
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(options))
+    """`serve` on a loop of its own."""
+    uvloop.run(serve(options))

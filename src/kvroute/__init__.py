@@ -1,4 +1,4 @@
-"""Cache-aware request router and prefill/decode scheduler for fleets of LLM engines."""
+"""Cache-aware request router for fleets of LLM engines."""
 
 from importlib.metadata import version
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -10,10 +9,12 @@ import typer
 import uvloop
 
 from kvroute import __version__
-from kvroute.config import Config, ConfigError, load, show
+from kvroute.config import Config, ConfigError, load, show, unknown_environment
 
 app = typer.Typer(
     no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Cache-aware request router for fleets of LLM engines.",
@@ -44,6 +45,8 @@ def _resolve(path: Path | None, **flags: Any) -> Config:
     given = {name: value for name, value in flags.items() if value is not None}
     if "admin_port" in given:
         given["admin"] = {"port": given.pop("admin_port")}
+    for name in unknown_environment():
+        typer.echo(f"kvroute: warning: the environment variable {name} sets nothing", err=True)
     try:
         return load(path, given)
     except ConfigError as error:
@@ -53,10 +56,6 @@ def _resolve(path: Path | None, **flags: Any) -> Config:
 def _fail(message: str) -> NoReturn:
     typer.echo(f"kvroute: {message}", err=True)
     raise typer.Exit(2)
-
-
-def _run(main: Coroutine[Any, Any, None]) -> None:
-    uvloop.run(main)
 
 
 @app.command()
@@ -86,7 +85,7 @@ def serve(
     )
     logs.configure(resolved.log_level)
     try:
-        _run(GatewayServer(resolved).run())
+        uvloop.run(GatewayServer(resolved).run())
     except (ConfigError, PortInUse) as error:
         _fail(str(error))
 
@@ -105,7 +104,7 @@ def show_config(config: ConfigFile = None) -> None:
 
 
 @app.command()
-def demo(seed: Annotated[int, typer.Option(help="Of the generated conversations.")] = 0) -> None:
+def demo(seed: Annotated[int, typer.Option(help="Seed of the generated conversations.")] = 0) -> None:
     """Replay conversations through the gateway in front of mock engines, once per policy."""
     from rich.console import Console
 
@@ -119,9 +118,11 @@ def demo(seed: Annotated[int, typer.Option(help="Of the generated conversations.
 
 @app.command(name="mock-engine")
 def mock_engine(
-    port: Annotated[int, typer.Option(help="Of the first engine; the others follow. 0 takes free ones.")] = 0,
-    engines: Annotated[int, typer.Option(help="How many.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of outputs and block hashes.")] = 0,
+    port: Annotated[
+        int, typer.Option(help="Port of the first engine, the others follow; 0 takes free ones.")
+    ] = 0,
+    engines: Annotated[int, typer.Option(help="How many engines.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of outputs and block hashes.")] = 0,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     model: Annotated[str, typer.Option(help="Name of the model served.")] = "mock",
     preset: Annotated[

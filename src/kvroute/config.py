@@ -5,6 +5,7 @@ Validated once, frozen, and printed resolved by `kvroute config`.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -30,6 +31,7 @@ from pydantic_settings import (
 from kvroute.endpoint import Endpoint
 from kvroute.types import EngineKind
 
+PREFIX = "KVROUTE_"
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(gt=0)]
 
@@ -58,6 +60,15 @@ class WorkerConfig(Group):
     def _from_url(cls, value: Any) -> Any:
         return {"url": value} if isinstance(value, str) else value
 
+    @field_validator("api_key")
+    @classmethod
+    def _fit_for_a_header(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not (
+            value.get_secret_value().isascii() and value.get_secret_value().isprintable()
+        ):
+            raise ValueError("only printable ASCII characters are accepted")
+        return value
+
     @field_validator("url")
     @classmethod
     def _usable_url(cls, value: str) -> str:
@@ -67,7 +78,7 @@ class WorkerConfig(Group):
 class PolicyConfig(Group):
     """A policy by its entry-point name, with its options. A bare name is accepted in its place."""
 
-    name: str
+    name: str = "prefix_affinity"
     options: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="before")
@@ -118,7 +129,7 @@ class Retry(Group):
     """Attempts on other workers before the first relayed byte; never after it."""
 
     attempts: Count = Field(default=3, description="first one included")
-    statuses: tuple[int, ...] = (429, 500, 502, 503)
+    statuses: tuple[Annotated[int, Field(ge=400, le=599)], ...] = (429, 500, 502, 503)
     budget_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.2, description="retries per request, long run"
     )
@@ -132,7 +143,7 @@ class Health(Group):
     timeout_s: Seconds = 5.0
     unhealthy_after: Count = Field(default=3, description="failed probes in a row")
     healthy_after: Count = Field(default=1, description="good probes in a row")
-    path: str = "/health"
+    path: Annotated[str, Field(pattern=r"^/[!-~]*$")] = "/health"
     metrics_interval_s: Seconds = Field(
         default=2.0, description="poll of /metrics; backs off when the engine is slow"
     )
@@ -187,7 +198,7 @@ class Config(BaseSettings):
     """Every field can stand in the file, in `KVROUTE_<FIELD>` or in `KVROUTE_<GROUP>__<FIELD>`."""
 
     model_config = SettingsConfigDict(
-        env_prefix="KVROUTE_",
+        env_prefix=PREFIX,
         env_nested_delimiter="__",
         frozen=True,
         extra="forbid",
@@ -197,7 +208,7 @@ class Config(BaseSettings):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = Field(default=8080, description="0 takes a free one")
     workers: tuple[WorkerConfig, ...] = ()
-    policy: PolicyConfig = PolicyConfig(name="prefix_affinity")
+    policy: PolicyConfig = PolicyConfig()
     shadow_policy: PolicyConfig | None = None
     policy_budget_s: Seconds = Field(default=0.005, description="a slower decision counts as an overrun")
     api_key: SecretStr | None = Field(
@@ -260,6 +271,13 @@ class _FileSource(InitSettingsSource):
         super().__init__(settings_cls, init_kwargs=self.values)
 
 
+def unknown_environment() -> list[str]:
+    """`KVROUTE_` variables that set nothing: typing errors, mostly."""
+    known = {f"{PREFIX}{name}".upper() for name in Config.model_fields} | {f"{PREFIX}CONFIG"}
+    names = (name for name in os.environ if name.upper().startswith(PREFIX))
+    return sorted(name for name in names if name.upper().partition("__")[0] not in known)
+
+
 def load(path: Path | None, flags: dict[str, Any]) -> Config:
     """Read, merge and validate; raises ConfigError. `flags` holds only what was given on the command line."""
     _FileSource.values = {} if path is None else _read_yaml(path)
@@ -297,7 +315,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if values is None:
         return {}

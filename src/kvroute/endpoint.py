@@ -58,6 +58,10 @@ class Endpoint:
             raise EndpointError(f"worker url {url!r} has port 0; {ACCEPTED}")
         authority = join_host_port(host, port)
         base_path = parts.path.rstrip("/")
+        if base_path.endswith("/v1"):
+            raise EndpointError(
+                f"worker url {url!r} ends in /v1; give the server's root, without it; {ACCEPTED}"
+            )
         return cls(
             url=f"{parts.scheme}://{authority}{base_path}",
             host=host,

@@ -54,5 +54,7 @@ class Fleet:
     def charge(self, member: Member, tokens: int = 10) -> Lease:
         return self.registry.charge(member, tokens, self.now_s)
 
-    def outcome(self, member: Member, status: int | None = 200, failure: str | None = None) -> None:
-        self.registry.observe(member, Outcome(member.worker, status, failure))
+    def outcome(
+        self, member: Member, status: int | None = 200, failure: str | None = None, *, trial: bool = True
+    ) -> None:
+        self.registry.observe(member, Outcome(member.worker, status, failure), is_trial=trial)

@@ -60,12 +60,12 @@ async def test_the_response_is_buffered_and_has_its_own_length(keep_alive: bool)
     status, data = await run_app(_answer, _request(), keep_alive=keep_alive)
     close = b"" if keep_alive else b"connection: close\r\n"
     assert status == 201
-    assert data == b"HTTP/1.1 201 \r\na: 1\r\ncontent-length: 7\r\n" + close + b"\r\none two"
+    assert data == b"HTTP/1.1 201 Created\r\na: 1\r\ncontent-length: 7\r\n" + close + b"\r\none two"
 
 
 async def test_head_is_get_without_the_body() -> None:
     _, data = await run_app(_answer, _request(b"HEAD"), keep_alive=True)
-    assert data == b"HTTP/1.1 201 \r\na: 1\r\ncontent-length: 7\r\n\r\n"
+    assert data == b"HTTP/1.1 201 Created\r\na: 1\r\ncontent-length: 7\r\n\r\n"
 
 
 @pytest.mark.parametrize("path", ["/livez", "/readyz", "/metrics", "/v1/models"])

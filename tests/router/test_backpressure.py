@@ -10,7 +10,7 @@ import socket
 import pytest
 
 from tests.kit import CHAT, Client, Engine, Received, Wire, ask, until
-from tests.router.edge import edge, promptly, resident_bytes
+from tests.router.edge import edge, promptly, raw, resident_bytes
 
 PIECE = os.urandom(2**16)
 PIECES = 512  # 32 MiB: several times what the sockets in between can hold
@@ -158,3 +158,19 @@ async def test_a_reader_that_stops_with_the_next_response_waiting_is_cut() -> No
         await client.send(CHAT, {"model": "m"})
         await until(lambda: not server.state.connections, within_s=3)
         client.abort()
+
+
+async def test_pipelined_answers_do_not_pile_up_before_a_client_that_does_not_read() -> None:
+    script = raw(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n" + bytes(1_000_000))
+    async with Engine(script) as engine, edge(engine) as server:
+        client = await Client.connect(server.url)
+        for _ in range(16):
+            await client.send(CHAT, {"model": "m"})
+        await until(lambda: len(engine.received) >= 2)
+        await asyncio.sleep(0.3)
+        (connection,) = server.state.connections
+        assert connection.transport.get_write_buffer_size() < 3_000_000
+        assert len(engine.received) < 14
+        for _ in range(16):
+            assert len((await client.receive()).body) == 1_000_000
+        client.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import AsyncIterator
 
 import pytest
@@ -225,3 +226,31 @@ async def test_connections_over_the_limit_are_told() -> None:
         assert (await clients[0].ask(CHAT, {"model": "m"})).status == 200
         for client in (*clients, third):
             client.close()
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\nb: c", "\x00"])
+async def test_a_model_name_that_is_no_text_gets_an_answer(name: str) -> None:
+    async with Engine() as engine, edge(engine) as server:
+        answer = await ask(server.url, CHAT, json.dumps({"model": name}).encode())
+        assert (answer.status, answer.code) == (404, "model_not_found")
+        assert "Known models: m" in answer.json()["error"]["message"]
+
+
+async def test_a_body_in_tiny_pieces_weighs_what_it_counts() -> None:
+    async with Engine() as engine, edge(engine) as server:
+        client = await Client.connect(server.url)
+        client.writer.write(b"POST /v1/x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+        tracemalloc.start()
+        try:
+            for _ in range(20):
+                client.writer.write(b"2\r\nab\r\n" * 10_000)
+                await client.writer.drain()
+            await until(lambda: server.state.buffered_bytes == 400_000)
+            held = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+        assert held < 3 * 2**20
+        client.writer.write(b"0\r\n\r\n")
+        assert (await client.receive()).status == 200
+        assert engine.received[0].body == b"ab" * 200_000
+        client.close()

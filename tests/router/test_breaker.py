@@ -40,11 +40,11 @@ def test_a_success_ends_the_streak(breaker: Breaker) -> None:
 
 def test_no_verdict_neither_ends_the_streak_nor_adds_to_it(breaker: Breaker) -> None:
     for _ in range(10):
-        breaker.no_verdict()
+        breaker.no_verdict(True)
     assert breaker.state(0) is CLOSED
     for _ in range(3):
         breaker.failure(0)
-        breaker.no_verdict()
+        breaker.no_verdict(True)
     assert breaker.state(0) is OPEN
 
 
@@ -76,7 +76,7 @@ def test_a_trial_that_fails_opens_for_the_whole_time_again(breaker: Breaker) -> 
 
 def test_a_trial_that_tells_nothing_gives_its_place_to_the_next(breaker: Breaker) -> None:
     opened(breaker).sent(5.0)
-    breaker.no_verdict()
+    breaker.no_verdict(True)
     assert breaker.state(5.0) is HALF_OPEN
     assert breaker.allows(5.0)
     assert breaker.sent(5.0)

@@ -50,6 +50,7 @@ async def test_listed_as_they_are() -> None:
                     "models": ["m"],
                     "block_size_tokens": None,
                     "data_parallel_size": 1,
+                    "last_error": None,
                     "requests": 1,
                     "pending_prefill_tokens": member.load.pending_prefill_tokens,
                     "reported_running": 2,

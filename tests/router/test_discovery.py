@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
-from kvroute.router.discovery import EngineMetrics, engine_of, read_cards, read_metrics, read_server_info
+from kvroute.router.discovery import (
+    EngineMetrics,
+    engine_of,
+    read_cards,
+    read_event_sources,
+    read_metrics,
+    read_server_info,
+)
 from kvroute.types import EngineKind
 
 VLLM = """\
@@ -148,3 +156,30 @@ def test_the_owner_of_the_cards_tells_the_engine(owner: str | None, kind: Engine
 )
 def test_block_size_from_server_info(answer: Any, size: int | None) -> None:
     assert read_server_info(answer) == size
+
+
+@pytest.mark.parametrize("answer", [None, [], "tcp", {"0": "tcp://a"}, {"0": {"endpoint": 1}}])
+def test_no_event_sources(answer: Any) -> None:
+    assert read_event_sources(answer) == {}
+
+
+def test_event_sources_by_rank() -> None:
+    ranks = {"0": {"endpoint": "tcp://a:1", "replay_endpoint": "tcp://a:2"}, "1": {"endpoint": "tcp://a:3"}}
+    assert read_event_sources(ranks) == ranks
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "vllm:num_requests_running{" + "a" * 60_000 + "} 1",
+        'vllm:num_requests_running{a="' + "\\\\" * 60_000 + "} 1",
+        'vllm:cache_config_info{block_size="' + "9" * 5000 + '"} 1',
+        "vllm:num_requests_running 1e308\nvllm:num_requests_running 1e308",
+    ],
+)
+def test_hostile_metrics_are_read_quickly_and_as_unknown(line: str) -> None:
+    started = time.perf_counter()
+    metrics = read_metrics(line)
+    assert time.perf_counter() - started < 0.5
+    assert metrics.running in (None, 1)
+    assert metrics.block_size_tokens is None

@@ -51,6 +51,9 @@ class Acme:
             return Decision.whole(fleet.workers[0], "acme", None)
         if self.what == "reject":
             return Rejection("not now", retry_after_s=7)
+        if self.what == "talk":
+            self.turn = getattr(self, "turn", -1) + 1
+            return Decision.whole(fleet.workers[0], f"turn{self.turn}" if self.turn else "a\\r\\nb: 0")
         if self.what == "slow":
             time.sleep(0.02)
         return Decision.whole(fleet.workers[0], "slow")
@@ -279,3 +282,29 @@ async def test_a_worker_that_joins_takes_its_share_of_sessions_and_moves_no_othe
         moved = [home for was, home in zip(before, after, strict=True) if was != home]
         assert set(moved) == {new.url}
         assert 100 < len(moved) < 250
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["round_robin", "least_loaded", "prefix_affinity", "session"],  # those that draw lots cannot
+)
+async def test_a_policy_that_shadows_itself_always_agrees(name: str) -> None:
+    async with (
+        Engine() as a,
+        Engine() as b,
+        Engine() as c,
+        gateway(a, b, c, policy=name, shadow_policy=name) as server,
+    ):
+        for turn in range(20):
+            assert (await ask(server.url, CHAT, {"model": "m", "prompt": f"{turn % 7}" * 4000})).status == 200
+        assert server.metrics.shadow.values == {(name, "same"): 20}
+
+
+@pytest.mark.usefixtures("acme")
+async def test_reasons_of_a_policy_are_few_and_plain() -> None:
+    async with Engine() as engine, gateway(engine, policy=acting("talk")) as server:
+        answers = [await ask(server.url, CHAT, BODY) for _ in range(40)]
+        assert "reason=other; " in (answers[0].header("x-kvroute-decision") or "")  # CR LF is not plain
+        reasons = {labels[1] for labels in server.metrics.decisions.values}
+        assert len(reasons) == 33
+        assert "other" in reasons

@@ -172,3 +172,45 @@ def test_a_worker_that_recovers_does_not_start_over() -> None:
     fleet.registry.set_state(b, UNHEALTHY)
     fleet.registry.set_state(b, READY)
     assert share(fleet, "b") == 1
+
+
+def test_a_trial_that_answers_is_enough_to_take_a_worker_back() -> None:
+    """The trial may be a stream of ten minutes; that its first byte came is what was to be known."""
+    fleet = Fleet(failures=1)
+    a, b = fleet.add("a"), fleet.add("b")
+    fleet.outcome(a, None, "connect_refused")
+    fleet.now_s += 6
+    trial = fleet.charge(a)
+    assert fleet.eligible() == ["b"]
+    fleet.registry.answered(a)
+    assert fleet.eligible() == ["a", "b"]
+    trial.release()
+    assert b.load.requests == 0
+
+
+def test_a_name_of_megabytes_is_not_repeated() -> None:
+    fleet = Fleet()
+    fleet.add("a")
+    message = fleet.refusal("x" * 5_000_000).message
+    assert message == f"The model `{'x' * 100}... (5000000 characters)` does not exist. Known models: m"
+
+
+def test_a_worker_that_never_starts_does_not_make_an_unknown_model_a_matter_of_time() -> None:
+    fleet = Fleet()
+    fleet.add("a")
+    fleet.add("stuck", State.STARTING, models=())
+    assert fleet.refusal("nope").status == 404
+    fleet.add("loading", State.STARTING, models=("soon",))
+    assert fleet.refusal("soon").status == 503
+
+
+def test_only_the_trial_itself_ends_a_trial() -> None:
+    fleet = Fleet(failures=1)
+    a, _ = fleet.add("a"), fleet.add("b")
+    fleet.outcome(a, None, "upstream_reset")
+    fleet.now_s += 6
+    fleet.charge(a)
+    fleet.outcome(a, None, None, trial=False)  # an older client left
+    assert fleet.eligible() == ["b"]
+    fleet.outcome(a, None, None)
+    assert fleet.eligible() == ["a", "b"]

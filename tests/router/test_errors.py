@@ -17,7 +17,7 @@ STATUS = {
     431: {Failure.HEADERS_TOO_LARGE},
     500: {Failure.INTERNAL},
     502: {Failure.CONNECT_REFUSED, Failure.CONNECT_FAILED, Failure.RESET, Failure.BAD_RESPONSE, Failure.DIED},
-    503: {Failure.NO_WORKER},
+    503: {Failure.NO_WORKER, Failure.EXHAUSTED},
     504: {
         Failure.CONNECT_TIMEOUT,
         Failure.FIRST_BYTE_TIMEOUT,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import time
+from typing import Any
 
 import pytest
 
 from kvroute.config import WorkerConfig
+from kvroute.loadtests.mock_engine import MockFleet, MockOptions
 from kvroute.router.workers import State
 from tests.kit import CHAT, Engine, Received, Wire, ask, gateway, until
 
@@ -247,3 +250,56 @@ async def test_a_worker_that_joins_gets_less_than_its_share_at_first() -> None:
             await until(lambda: (server.registry.eligible("m", time.monotonic()), not ramping)[1])
             used = [(await ask(server.url, CHAT, BODY)).header("x-kvroute-worker") for _ in range(150)]
             assert used.count(new.url) == pytest.approx(50, abs=25)
+
+
+async def test_a_fault_of_our_own_is_no_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptors left: nobody was refused, so what answers afterwards is no new process."""
+
+    async def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async with Engine(keeps_probes=False) as engine, gateway(engine) as server:
+        member = member_of(server, engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio.get_running_loop(), "create_connection", fail)
+            await until(lambda: "Too many open files" in (member.last_error or ""))
+            await asyncio.sleep(0.5)  # several probes
+            assert member.state is State.READY
+        await until(lambda: member.last_error is None)
+        assert member_of(server, engine) is member
+
+
+async def test_a_worker_nobody_listens_at_is_told_of() -> None:
+    async with Engine() as engine:
+        await engine.stop()
+        async with gateway(ready=False, workers=[engine.url]) as server:
+            (member,) = server.registry.members.values()
+            await until(lambda: member.last_error is not None)
+            assert "nobody listens at the worker" in (member.last_error or "")
+            assert member.state is State.STARTING
+
+
+async def test_a_probe_that_breaks_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Engine() as engine, gateway(engine, ready=False) as server:
+        broken = 0
+
+        def breaks(_answer: object) -> list[dict[str, Any]]:
+            nonlocal broken
+            broken += 1
+            raise RuntimeError("unforeseen")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("kvroute.router.health.read_cards", breaks)
+            await until(lambda: broken >= 2)
+        member = member_of(server, engine)
+        await until(lambda: member.state is State.READY)
+
+
+async def test_event_sources_and_block_size_are_discovered_from_an_engine_that_speaks_vllm() -> None:
+    options = MockOptions(engines=1, kv_events=True, block_size_tokens=32, speed=float("inf"))
+    async with MockFleet(options) as fleet, gateway(ready=False, workers=fleet.urls) as server:
+        (member,) = server.registry.members.values()
+        await until(lambda: member.state is State.READY)
+        assert member.worker.block_size_tokens == 32
+        assert member.worker.engine == "vllm"
+        assert member.kv_event_sources["0"]["endpoint"].startswith("tcp://")

@@ -11,6 +11,7 @@ from tests.kit import CHAT, Answer, Client, Engine, Received, Script, Wire, ask,
 from tests.router.edge import EVENTS, Lasting, at_rest, edge, raw, send_reset, stream
 
 BODY = {"model": "m", "stream": True}
+DIED = "worker closed the connection in the middle of its response (200)"
 
 
 def _last_event(answer: Answer) -> dict[str, object]:
@@ -138,3 +139,18 @@ async def test_the_connection_of_a_client_survives_an_error_event_but_not_a_brok
         assert not (await client.ask(CHAT, BODY)).complete
         assert await client.reader.read() == b""
         client.close()
+
+
+@pytest.mark.parametrize(
+    ("target", "error"),
+    [
+        ("/v1/messages", {"type": "error", "error": {"type": "upstream_error", "message": DIED}}),
+        ("/v1/responses?x=1", {"type": "error", "code": "upstream_died", "message": DIED, "param": None}),
+    ],
+)
+async def test_the_error_event_is_of_the_api_that_was_called(target: str, error: dict[str, object]) -> None:
+    async with Engine(stream(b"event: ping\ndata: {}\n\n", end=False)) as engine, edge(engine) as server:
+        answer = await ask(server.url, target, BODY)
+        assert answer.complete
+        name, data, _ = answer.body.removeprefix(b"event: ping\ndata: {}\n\n").split(b"\n", 2)
+        assert (name, json.loads(data.removeprefix(b"data: "))) == (b"event: error", error)

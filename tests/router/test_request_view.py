@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -404,3 +406,57 @@ def test_keys_are_the_same_in_every_version() -> None:
         b'\xffT[{"a":2,"b":1}]\xffrsystem\xffc' + b"s" * 70 + b"\xffruser\xffc" + b"u" * 70
     )
     assert [f"{key:016x}" for key in keys(request)] == ["29adbe44588746b6", "79be73b1b8f4223a"]
+
+
+# --- large bodies
+
+
+def _large(**fields: Any) -> ParsedRequest:
+    return parse(CHAT, **{"model": "m", "messages": [user("x" * 2**20)], **fields})
+
+
+def test_a_large_body_is_outlined() -> None:
+    view = _large(stream=True).view
+    assert (view.model, view.stream, view.prompt_tokens > 2**18) == ("m", True, True)
+
+
+def test_a_large_chat_that_goes_on_extends_its_keys() -> None:
+    turns = [user("x" * 2**20), {"role": "assistant", "content": "y" * 9000}, user("z")]
+    before, after = keys(_large(messages=turns[:1]), 512), keys(_large(messages=turns), 512)
+    assert len(before) > 2000
+    assert after[: len(before)] == before
+    assert len(after) > len(before) + 10
+
+
+@pytest.mark.parametrize("field", ["model", "cache_salt", "lora_name", "extra_key"])
+def test_large_prompts_are_kept_apart_as_small_ones_are(field: str) -> None:
+    one, two = keys(_large(**{field: "a"}), 512), keys(_large(**{field: "b"}), 512)
+    assert not set(one) & set(two)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"model": 7, "x": "%b"}', "not usable: Expected `str | null`, got `int` - at `$.model`"),
+        (b'["%b"]', "the body is not usable: Expected `object`, got `array`"),
+        (b'{"x": "%b"', "the body is not valid JSON"),
+        (b'{"x": "%b", "y": nan}', "the body is not valid JSON"),
+        (b'{"x": "%b", "y": ' + b"[" * 10**6 + b"}", "the body is not valid JSON"),
+    ],
+)
+def test_a_large_body_that_cannot_be_routed_on(body: bytes, message: str) -> None:
+    with pytest.raises(MalformedBody, match=re.escape(message)):
+        parse_request(CHAT.encode(), JSON, body.replace(b"%b", b"x" * 2**20))
+
+
+def test_a_large_bomb_makes_no_objects() -> None:
+    """Fifty megabytes of `{},` as objects are two gigabytes, and seconds of the event loop."""
+    bomb = b'{"model":"m","messages":[],"x":[' + b"{}," * 5_000_000 + b"{}]}"
+    tracemalloc.start()
+    try:
+        request = parse_request(CHAT.encode(), JSON, bomb)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert request.view.model == "m"
+    assert peak < 2**20

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from kvroute.config import WorkerConfig
 from tests.kit import CHAT, Engine, Received, Script, Wire, answer_ok, ask, until
 from tests.router.edge import EVENTS, Lasting, edge, raw, stream
 
@@ -173,3 +174,21 @@ async def test_load_is_charged_to_the_worker_of_the_attempt_only() -> None:
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
         good.script = answer_ok
+
+
+async def test_the_last_answer_passes_while_a_worker_ramps_up() -> None:
+    """A retry takes its next choice before it lets go of what it has: slow start must not come between."""
+    busy = raw(b"HTTP/1.1 429 X\r\nretry-after: 9\r\ncontent-length: 2\r\n\r\n{}")
+    async with (
+        Engine(busy) as one,
+        Engine(busy) as two,
+        edge(one, health={"slow_start_s": 60}, retry={"budget_burst": 1000}) as server,
+    ):
+        server.registry.add(WorkerConfig(url=two.url))
+        await until(lambda: len(server.registry.members) == 2)
+        await until(lambda: all(m.state == "ready" for m in server.registry.members.values()))
+        for _ in range(60):
+            answer = await ask(server.url, CHAT, BODY)
+            assert (answer.status, answer.header("retry-after")) == (429, "9")
+        assert len(one.received) == len(two.received) == 60
+        assert server.metrics.retries.total() == 60

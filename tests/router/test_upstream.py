@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from asyncio import AbstractEventLoop
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ import pytest
 import uvloop
 
 from kvroute.router.server import url_of
-from tests.kit import CHAT, Client, Engine, Received, Wire, ask, until
+from tests.kit import CHAT, Client, Engine, Received, Wire, ask, gateway, until
 from tests.router.edge import edge, raw
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -178,3 +179,54 @@ def test_a_connect_that_is_given_up_leaves_nothing(loop_factory: Callable[[], Ab
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(scenario())
+
+
+async def test_a_connection_with_an_upload_left_on_it_is_not_kept() -> None:
+    """An engine that answers 413 before it has read the body leaves the rest of it in our write buffer."""
+
+    async def early(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        if b"GET /" in head:
+            cards = b'{"data":[{"id":"m"}]}'
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(cards), cards))
+        else:
+            writer.write(b"HTTP/1.1 413 X\r\ncontent-length: 2\r\n\r\n{}")
+            await writer.drain()
+            await asyncio.sleep(1)
+        writer.close()
+
+    listener = await asyncio.start_server(early, "127.0.0.1", 0, limit=2**16)
+    url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    async with listener, gateway(ready=False, workers=[url], timeouts={"first_byte_s": 5}) as server:
+        (member,) = server.registry.members.values()
+        await until(lambda: member.state == "ready")
+        for _ in range(2):
+            started = time.monotonic()
+            answer = await ask(server.url, CHAT, {"model": "m", "prompt": "x" * 16_000_000})
+            assert (answer.status, answer.body) == (413, b"{}")
+            assert time.monotonic() - started < 3
+
+
+async def test_a_worker_that_calls_its_length_hop_by_hop_does_not_unframe_its_answer() -> None:
+    head = b"HTTP/1.1 200 OK\r\nconnection: content-length, x-a\r\nx-a: 1\r\ncontent-length: 2\r\n\r\n"
+    script = raw(head + b"ok")
+    async with Engine(script) as engine, edge(engine) as server:
+        client = await Client.connect(server.url)
+        for _ in range(2):
+            answer = await client.ask(CHAT, {"model": "m"})
+            assert (answer.status, answer.body, answer.header("x-a")) == (200, b"ok", None)
+        client.close()
+
+
+async def test_trailers_without_end_are_cut() -> None:
+    async def flood(_request: Received, wire: Wire) -> None:
+        await wire.start_stream()
+        await wire.chunk(b"data: 1\n\n")
+        await wire.send(b"0\r\n")
+        for _ in range(200):
+            await wire.send(b"x-t: " + b"a" * 8000 + b"\r\n")
+
+    async with Engine(flood) as engine, edge(engine) as server:
+        answer = await ask(server.url, CHAT, {"model": "m", "stream": True})
+        assert answer.body.startswith(b"data: 1\n\n")
+        assert b"bad_upstream_response" in answer.body
