@@ -79,6 +79,7 @@ async def run(streams: int, events: int, gap_s: float) -> tuple[list[bytes], lis
         async with asyncio.timeout(120):
             bodies = await asyncio.gather(*tasks)
         growth = serving.rss_bytes() - before
+        assert not probing.done(), probing  # it ends only by failing
         probing.cancel()
         page = (await ask(serving.url, "/metrics", method="GET")).body.decode()
         assert "kvroute_requests_in_flight 0.0" in page
