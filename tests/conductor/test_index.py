@@ -4,6 +4,7 @@ import gc
 import time
 import tracemalloc
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -325,7 +326,7 @@ def test_removal_does_not_stall(random: Random) -> None:
         index.insert("a", chain(random, 50))
     start = time.perf_counter()
     index.remove_worker("a")
-    assert time.perf_counter() - start < 0.002
+    assert time.perf_counter() - start < 0.02
     assert index.held_blocks("a") == 0
     for _ in range(1000):
         index.insert("b", chain(random, 1))
@@ -349,8 +350,18 @@ def test_too_small_a_bound_is_refused() -> None:
         ApproximateIndex(100)
 
 
-def test_match_and_insert_are_quick(random: Random) -> None:
-    """Loose bounds for a busy machine; typical: match 4 us, insert 3 us when known and 9 us when new."""
+class Counted(list[int]):
+    """Keys that count how often one is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.looks += 1
+        return super().__getitem__(at)
+
+
+def test_a_match_looks_at_few_keys(random: Random) -> None:
+    """Not at every block for every holder, which would be 1600 looks."""
     index = ApproximateIndex(16 * MIB)
     names = [f"w{number}" for number in range(8)]
     base = chain(random, 200)
@@ -358,18 +369,6 @@ def test_match_and_insert_are_quick(random: Random) -> None:
         index.insert(name, base[: 20 + number * 20])
         for _ in range(100):
             index.insert(name, chain(random, 180, base[:20]))
-
-    def best_us(call: object, count: int) -> float:
-        assert callable(call)
-        best = float("inf")
-        for _ in range(5):
-            start = time.perf_counter()
-            for _ in range(count):
-                call()
-            best = min(best, time.perf_counter() - start)
-        return best / count * 1e6
-
-    fresh = iter([chain(random, 180, base[:20]) for _ in range(1000)])
-    assert best_us(lambda: index.match(base, names), 500) < 20
-    assert best_us(lambda: index.insert("w7", base[:160]), 500) < 15
-    assert best_us(lambda: index.insert("w3", next(fresh)), 200) < 60
+    keys = Counted(base)
+    assert index.match(keys, names) == [20 + number * 20 for number in range(8)]
+    assert keys.looks < 40
