@@ -166,7 +166,9 @@ class Exchange:
         choice.lease.first_byte()
         if response.status < 400:
             self._services.registry.answered(choice.member)
-        meter = self._meter = Meter(response.content_type.startswith(b"text/event-stream"))
+        is_sse = response.content_type.startswith(b"text/event-stream")
+        meter = Meter(self._services.metrics.itl.of(self.model_label) if is_sse else None)
+        self._meter = meter
         if not self._start(response, choice, meter):
             await self._stream()
         return meter.usage(), meter.streams and meter.in_band_error()
@@ -197,12 +199,9 @@ class Exchange:
         client.drop_request_body()
         self._parsed = ParsedRequest(self._parsed.view)  # lets go of the prompt's text
         client.reads_from(connection)
-        itl = self._services.metrics.itl.of(self.model_label) if meter.streams else None
         feed, write = meter.feed, client.write
 
         def relay(data: bytes, now_s: float) -> None:
-            if itl is not None:
-                itl.observe(now_s - meter.last_s)
             feed(data, now_s)
             write(data)
 

@@ -84,7 +84,8 @@ class Prober:
         next_models_s = 0.0
         while member.state is not State.GONE:
             started_s = monotonic()
-            await self._probe(member)
+            if not self._is_well(member, started_s):
+                await self._probe(member)
             if member.leaves_when_idle:
                 return
             if member.state is State.READY and started_s >= next_models_s:
@@ -96,6 +97,15 @@ class Prober:
             await asyncio.sleep(
                 max(0.0, pause_s - (monotonic() - started_s)) * self._random.uniform(0.9, 1.0)
             )
+
+    def _is_well(self, member: Member, now_s: float) -> bool:
+        """Traffic has just shown what a probe would: it answers, refused nobody, and dropped no connection.
+
+        The last for the sake of restarts: a process that ends takes all its connections with it.
+        """
+        recent = now_s - member.answered_s < self._options.interval_s
+        connected = member.pool.open_connections > 0
+        return recent and connected and member.state is State.READY and not member.was_refused
 
     async def _probe(self, member: Member) -> None:
         refused, fault, status = False, None, 0

@@ -8,8 +8,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-TAIL_BYTES = 8 * 1024
-_KEEP_BYTES = 4 * TAIL_BYTES
+from kvroute.router.metrics import Series
+
+TAIL_BYTES = 2 * 1024
+_KEEP_BYTES = 2 * TAIL_BYTES
 _IN_BAND_ERROR = re.compile(
     rb'(?:^|\n)(?:event: ?error|data: ?\{"(?:error"|object": ?"error|type": ?"error))'
 )
@@ -36,11 +38,12 @@ class Meter:
     is relayed: no event is parsed on the way, and a body without any blank line costs nothing more.
     """
 
-    __slots__ = ("_kept", "_kept_bytes", "body_bytes", "first_s", "last_s", "streams")
+    __slots__ = ("_itl", "_kept", "_kept_bytes", "body_bytes", "first_s", "last_s", "streams")
 
-    def __init__(self, streams: bool) -> None:
-        self.streams = streams
-        """The body is a stream of server-sent events."""
+    def __init__(self, itl: Series | None) -> None:
+        """`itl` takes the time between reads of a body that is a stream of server-sent events."""
+        self._itl = itl
+        self.streams = itl is not None
         self._kept: list[bytes] = []
         self._kept_bytes = 0
         self.body_bytes = 0
@@ -51,6 +54,8 @@ class Meter:
         """Count one read at `now_s`, on the clock of the caller."""
         if self.first_s is None:
             self.first_s = now_s
+        elif self._itl is not None:
+            self._itl.observe(now_s - self.last_s)
         self.last_s = now_s
         size = len(data)
         self.body_bytes += size

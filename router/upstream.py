@@ -211,33 +211,22 @@ class UpstreamConnection(asyncio.Protocol):
                 message = f"worker sent malformed HTTP: {error.__context__ or error}"
                 self._fail(GatewayError(Failure.BAD_RESPONSE, message))
                 return
-        if self._in_head:
+        pieces = self._pieces
+        if not pieces and not self._complete:
             self._framing_bytes += len(data)
             if self._framing_bytes > MAX_HEAD_BYTES:
-                self._fail(
-                    GatewayError(
-                        Failure.BAD_RESPONSE, f"worker's response head is over {MAX_HEAD_BYTES} bytes"
-                    )
-                )
-        elif not self._pieces and not self._complete and self._too_much_framing(len(data)):
-            self._fail(
-                GatewayError(Failure.BAD_RESPONSE, f"worker sent {MAX_HEAD_BYTES} bytes that are no body")
-            )
+                message = f"worker sent {MAX_HEAD_BYTES} bytes of head, chunk sizes or trailers"
+                self._fail(GatewayError(Failure.BAD_RESPONSE, message))
         elif self._sink is not None:
-            if self._pieces:
+            if pieces:
                 self._framing_bytes = 0
                 self._read_s = now_s = monotonic()
-                self._sink(self.take_body(), now_s)
+                self._sink(pieces.pop() if len(pieces) == 1 else self.take_body(), now_s)
             if self._complete and self._done is not None and not self._done.done():
                 self._done.set_result(None)
-        elif (self._pieces or self._complete) and self._ready is not None and not self._ready.done():
+        elif self._ready is not None and not self._ready.done():
             self.deadline_s = self._total_deadline_s
             self._ready.set_result(self._response)
-
-    def _too_much_framing(self, received: int) -> bool:
-        """Reads without a body byte: trailers or chunk extensions, in one response."""
-        self._framing_bytes += received
-        return self._framing_bytes > MAX_HEAD_BYTES
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True

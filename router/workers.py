@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,7 +57,9 @@ class Member:
     good_probes: int = 0
     bad_probes: int = 0
     was_refused: bool = False
-    """The last probe found nobody listening: if the next is answered, the process is a new one."""
+    """The last probe, or traffic since, found nobody listening: who answers next is a new process."""
+    answered_s: float = -math.inf
+    """When traffic last got a good answer, on the registry's clock."""
     last_error: str | None = None
     """Why the last probe failed; None after a good one."""
     started_at: float | None = None
@@ -303,6 +306,7 @@ class Registry:
 
     def answered(self, member: Member) -> None:
         """The first byte of a good response: enough to know that the worker is well."""
+        member.answered_s = self._clock()
         member.bad_probes = 0
         if member.breaker.open_until_s is not None:
             member.breaker.success()
@@ -333,6 +337,7 @@ class Registry:
         if outcome.failure in NO_VERDICT:
             member.breaker.no_verdict(is_trial)
         elif outcome.failure is not None:
+            member.was_refused = member.was_refused or outcome.failure == Failure.CONNECT_REFUSED
             member.breaker.failure(self._clock())
         elif outcome.failure is None and outcome.status is not None and outcome.status < 400:
             member.breaker.success()

@@ -303,3 +303,35 @@ async def test_event_sources_and_block_size_are_discovered_from_an_engine_that_s
         assert member.worker.block_size_tokens == 32
         assert member.worker.engine == "vllm"
         assert member.kv_event_sources["0"]["endpoint"].startswith("tcp://")
+
+
+async def test_a_worker_that_answers_traffic_is_not_probed_on_top() -> None:
+    async with Engine() as engine, gateway(engine, health={"interval_s": 0.3}) as server:
+        member = member_of(server, engine)
+        probed = 0
+
+        async def count(_member: object) -> None:
+            nonlocal probed
+            probed += 1
+
+        server._prober._probe = count  # type: ignore[method-assign]
+        await until(lambda: probed > 0)
+        for _ in range(2):  # the first interval may have begun before traffic did
+            before = probed
+            until_s = time.monotonic() + 0.7
+            while time.monotonic() < until_s:
+                assert (await ask(server.url, CHAT, BODY)).status == 200
+                await asyncio.sleep(0.05)
+        assert probed == before
+        await until(lambda: probed > before)  # traffic has ended
+        assert member.state is State.READY
+
+
+async def test_traffic_that_is_refused_tells_of_a_restart() -> None:
+    async with Engine(keeps_probes=False) as engine, gateway(engine, health={"interval_s": 0.5}) as server:
+        old = member_of(server, engine)
+        await engine.stop()
+        assert (await ask(server.url, CHAT, BODY)).code == "connect_refused"
+        await engine.start()
+        await until(lambda: old.state is State.GONE)
+        await until(lambda: member_of(server, engine).state is State.READY)

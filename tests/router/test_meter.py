@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from kvroute.router.meter import TAIL_BYTES, Meter, Usage
+from kvroute.router.metrics import ITL_BOUNDS_S, Series
 
 
 def _fed(*pieces: bytes, streams: bool = True) -> Meter:
-    meter = Meter(streams)
+    meter = Meter(Series(ITL_BOUNDS_S) if streams else None)
     for number, piece in enumerate(pieces):
         meter.feed(piece, float(number))
     return meter
@@ -74,7 +75,7 @@ def test_usage_does_not_depend_on_the_reads(size: int) -> None:
 
 @pytest.mark.parametrize(("size", "count"), [(1, 100_000), (1000, 1000), (2**18, 8)])
 def test_what_is_kept_is_bounded(size: int, count: int) -> None:
-    meter = Meter(streams=True)
+    meter = Meter(Series(ITL_BOUNDS_S))
     most = 0
     for number in range(count):
         meter.feed(b"x" * size, float(number))
@@ -121,4 +122,13 @@ def test_error_events(body: bytes, error: bool) -> None:
 def test_times_are_those_of_the_first_and_last_read() -> None:
     meter = _fed(b"a", b"b", b"c")
     assert (meter.first_s, meter.last_s) == (0.0, 2.0)
-    assert Meter(streams=False).first_s is None
+    assert Meter(None).first_s is None
+
+
+def test_gaps_between_reads_of_a_stream_are_observed() -> None:
+    series = Series(ITL_BOUNDS_S)
+    meter = Meter(series)
+    for at_s in (5.0, 5.5, 7.5):
+        meter.feed(b"data: 1\n\n", at_s)
+    assert (series.count, series.sum) == (2, 2.5)
+    assert (meter.first_s, meter.last_s) == (5.0, 7.5)
