@@ -171,8 +171,8 @@ def _table(results: Sequence[Result], workload: MultiTurn) -> Table:
         f"{workload.conversations} conversations"
     )
     caption = (
-        f"Simulated: KV room for {KV_BLOCKS * 16:,} tokens per engine. "
-        "A first turn is cold under any policy, and first turns make the p99."
+        f"Simulated: KV room for {KV_BLOCKS * 16:,} tokens per engine. A first turn finds at most "
+        "its system prompt cached; under prefix_affinity such turns make the p99."
     )
     table = Table(title=title, caption=caption, box=SIMPLE_HEAD)
     table.add_column("policy", no_wrap=True)

@@ -107,7 +107,7 @@ class ClientConnection(asyncio.Protocol):
             self._discarding = True
             return
         state.opened(self)
-        self.deadline_s = state.loop.time() + state.timeouts.client_idle_s
+        self.deadline_s = monotonic() + state.timeouts.client_idle_s
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._discarding = True
@@ -222,10 +222,6 @@ class ClientConnection(asyncio.Protocol):
 
     def abort(self) -> None:
         self.transport.abort()
-
-    @property
-    def busy(self) -> bool:
-        return self._task is not None
 
     def drop_request_body(self) -> None:
         """The body will not be sent again: give its memory back while the response streams. Idempotent."""

@@ -85,17 +85,18 @@ class Exchange:
             metrics.retries_denied.add("timeout")  # it may still be computing: a second one doubles the load
         elif len(self._tried) >= services.config.retry.attempts:
             metrics.retries_denied.add("attempts")
-        elif not services.retry_budget.take():
-            metrics.retries_denied.add("budget")
         else:
+            budget = services.retry_budget
             try:
-                choice = services.dispatcher.choose(self._parsed, self._tried)
+                services.registry.eligible(self._parsed.view.model, monotonic(), self._tried)
+                choice = services.dispatcher.choose(self._parsed, self._tried) if budget.take() else None
             except GatewayError:
-                services.retry_budget.give_back()
                 metrics.retries_denied.add("no_other_worker")
-            else:
+                return None
+            if choice is not None:
                 metrics.retries.add(str(reason))
                 return choice
+            metrics.retries_denied.add("budget")
         return None
 
     # --- one attempt ---------------------------------------------------------------------------

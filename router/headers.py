@@ -34,12 +34,3 @@ def named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[byt
         if len(name) == 10 and name.lower() == b"connection" and value not in _PLAIN:
             names |= {token.strip().lower() for token in value.split(b",")}
     return names - _FRAMING if names else names
-
-
-def find(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
-    """Value of the first header called `wanted` (lower case)."""
-    length = len(wanted)
-    for name, value in headers:
-        if len(name) == length and name.lower() == wanted:
-            return value
-    return None

@@ -108,7 +108,8 @@ class Prober:
         return recent and connected and member.state is State.READY and not member.was_refused
 
     async def _probe(self, member: Member) -> None:
-        refused, fault, status = False, None, 0
+        refused, status = False, 0
+        fault: str | None = None
         try:
             status = (await get(member, self._options.path, self._options.timeout_s)).status
             fault = None if status < 500 else f"{self._options.path} answered {status}"
@@ -119,15 +120,14 @@ class Prober:
             refused, fault = error.failure is Failure.CONNECT_REFUSED, error.message
         except TimeoutError:
             fault = f"{self._options.path} did not answer within health.timeout_s"
-        self._note(member, fault)
-        healthy = fault is None
-        if healthy and member.was_refused and member.state in (State.READY, State.UNHEALTHY):
-            self._registry.replace(member)
-        elif healthy:
-            await self._probe_good(member, status)
-        else:
+        if fault is not None:
             self._probe_bad(member)
+        elif member.was_refused and member.state in (State.READY, State.UNHEALTHY):
+            self._registry.replace(member)
+        else:
+            fault = await self._probe_good(member, status)
         member.was_refused = refused
+        self._note(member, fault)
 
     @staticmethod
     def _note(member: Member, fault: str | None) -> None:
@@ -136,15 +136,16 @@ class Prober:
             log.warning("probe failed", worker=member.worker.id, state=member.state.value, error=fault)
         member.last_error = fault
 
-    async def _probe_good(self, member: Member, status: int) -> None:
+    async def _probe_good(self, member: Member, status: int) -> str | None:
+        """What still keeps a worker that is alive from being ready; None when nothing does."""
         member.bad_probes = 0
         member.good_probes += 1
         if member.good_probes < self._options.healthy_after:
-            return
-        if member.state is State.UNHEALTHY or (
-            member.state is State.STARTING and await self._discover(member, status)
-        ):
+            return None
+        fault = await self._discover(member, status) if member.state is State.STARTING else None
+        if fault is None and member.state in (State.STARTING, State.UNHEALTHY):
             self._registry.set_state(member, State.READY)
+        return fault
 
     def _probe_bad(self, member: Member) -> None:
         member.good_probes = 0
@@ -152,26 +153,24 @@ class Prober:
         if member.state is State.READY and member.bad_probes >= self._options.unhealthy_after:
             self._registry.set_state(member, State.UNHEALTHY)
 
-    async def _discover(self, member: Member, health_status: int) -> bool:
-        """Ask a worker that starts who it is; False while nothing says that it is an engine.
+    async def _discover(self, member: Member, health_status: int) -> str | None:
+        """Ask a worker that starts who it is; what is missing while nothing says that it is an engine.
 
         One without a list of models, but with a /health, may be asked for any model.
         """
         models = await self._get(member, "/v1/models")
-        if models is None or models.status >= 500:
-            return False
+        if models is None:
+            return "/v1/models did not answer"
         lists = self._take_models(member, models)
-        if not lists and (models.status == 200 or not 200 <= health_status < 300):
-            fault = f"{self._options.path} gave {health_status}, /v1/models {models.status} and no list"
-            self._note(member, fault)
-            return False
+        if not lists and (models.status == 200 or models.status >= 500 or not 200 <= health_status < 300):
+            return f"{self._options.path} gave {health_status}, /v1/models {models.status} and no list"
         answer = await self._get(member, "/server_info?config_format=json")  # vLLM's default is text
         size = None if answer is None else read_server_info(_read_json(answer))
         if size is not None:
             self._registry.update(member, block_size_tokens=size)
         sources = await self._get(member, "/kv_event_sources")
         member.kv_event_sources = {} if sources is None else read_event_sources(_read_json(sources))
-        return True
+        return None
 
     def _take_models(self, member: Member, answer: Answer) -> bool:
         """Learn from an answer of /v1/models; False when it holds no list, and then what was known stays."""

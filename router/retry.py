@@ -24,7 +24,3 @@ class RetryBudget:
             return False
         self._saved -= 1.0
         return True
-
-    def give_back(self) -> None:
-        """The retry could not be made."""
-        self._saved += 1.0

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-import time
 import tracemalloc
 from random import Random
 from typing import Any
@@ -324,9 +323,9 @@ def test_removal_does_not_stall(random: Random) -> None:
     index = ApproximateIndex(256 * MIB)
     for _ in range(20_000):
         index.insert("a", chain(random, 50))
-    start = time.perf_counter()
+    holders = list(index._tree.holders)
     index.remove_worker("a")
-    assert time.perf_counter() - start < 0.02
+    assert index._tree.holders == holders, "no node is visited"
     assert index.held_blocks("a") == 0
     for _ in range(1000):
         index.insert("b", chain(random, 1))

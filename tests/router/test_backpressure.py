@@ -137,7 +137,7 @@ async def test_a_reader_that_stops_after_the_engine_has_ended_is_cut(then: str) 
         while not connection.transport.get_write_buffer_size():
             before = len(engine.received)
             await client.send(CHAT, b"{}")
-            await until(lambda count=before: len(engine.received) > count and not connection.busy)  # type: ignore[misc]
+            await until(lambda count=before: len(engine.received) > count and connection._task is None)  # type: ignore[misc]
         if then != "nothing":
             await client.send(CHAT, b"{}", *(["Connection: close"] if then == "the last request" else []))
         await until(lambda: not server.state.connections, within_s=2)
@@ -161,16 +161,21 @@ async def test_a_reader_that_stops_with_the_next_response_waiting_is_cut() -> No
 
 
 async def test_pipelined_answers_do_not_pile_up_before_a_client_that_does_not_read() -> None:
-    script = raw(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n" + bytes(1_000_000))
+    """Each answer fits one read, so no upstream is there to be paused: the next request has to wait."""
+    script = raw(b"HTTP/1.1 200 OK\r\ncontent-length: 30000\r\n\r\n" + bytes(30_000))
     async with Engine(script) as engine, edge(engine) as server:
-        client = await Client.connect(server.url)
+        client = await _narrow(server.url)
+        client.reader._transport.pause_reading()  # type: ignore[attr-defined]
+        await until(lambda: len(server.state.connections) == 1)
+        (connection,) = server.state.connections
+        sock = connection.transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**14)
         for _ in range(16):
             await client.send(CHAT, {"model": "m"})
         await until(lambda: len(engine.received) >= 2)
-        await asyncio.sleep(0.3)
-        (connection,) = server.state.connections
-        assert connection.transport.get_write_buffer_size() < 3_000_000
-        assert len(engine.received) < 14
+        await asyncio.sleep(0.5)  # time in which nothing more may come
+        assert connection.transport.get_write_buffer_size() < 200_000
+        client.reader._transport.resume_reading()  # type: ignore[attr-defined]
         for _ in range(16):
-            assert len((await client.receive()).body) == 1_000_000
+            assert len((await client.receive()).body) == 30_000
         client.close()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvroute.router.headers import HOP_BY_HOP, REWRITTEN_ON_REQUEST, find, named_by_connection
+from kvroute.router.headers import HOP_BY_HOP, REWRITTEN_ON_REQUEST, named_by_connection
 
 
 @pytest.mark.parametrize(
@@ -26,9 +26,3 @@ def test_framing_and_connection_headers_are_never_passed_on() -> None:
     assert {b"connection", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"keep-alive"} <= HOP_BY_HOP
     assert HOP_BY_HOP | {b"content-length", b"host", b"expect"} == REWRITTEN_ON_REQUEST
     assert b"content-encoding" not in REWRITTEN_ON_REQUEST
-
-
-def test_find_takes_the_first_whatever_its_case() -> None:
-    headers = [(b"X-Ab", b"1"), (b"x-aB", b"2"), (b"X-Abc", b"3")]
-    assert find(headers, b"x-ab") == b"1"
-    assert find(headers, b"x-a") is None

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from kvroute.config import WorkerConfig
 from kvroute.loadtests.mock_engine import MockFleet, MockOptions
@@ -335,3 +336,27 @@ async def test_traffic_that_is_refused_tells_of_a_restart() -> None:
         await engine.start()
         await until(lambda: old.state is State.GONE)
         await until(lambda: member_of(server, engine).state is State.READY)
+
+
+async def test_what_keeps_a_worker_from_starting_is_said_once() -> None:
+    async def no_list(_request: Received, wire: Wire) -> None:
+        await wire.answer(200, b"{}")
+
+    async with Engine(no_list) as engine:
+        with capture_logs() as lines:
+            async with gateway(ready=False, workers=[f"{engine.url}/base"]) as server:
+                (member,) = server.registry.members.values()
+                await until(lambda: len(engine.received) >= 10)
+                assert member.state is State.STARTING
+                assert member.last_error == "/health gave 200, /v1/models 200 and no list"
+        assert [line["error"] for line in lines if line["event"] == "probe failed"] == [member.last_error]
+
+
+async def test_an_answer_without_a_list_changes_no_list() -> None:
+    async with Engine() as engine, gateway(engine) as server:
+        member = member_of(server, engine)
+        engine.models = ()
+        before = engine.probes
+        await until(lambda: engine.probes > before + 8)
+        assert member.worker.models == ("m",)
+        assert (await ask(server.url, CHAT, {**BODY, "model": "nobody's"})).status == 404

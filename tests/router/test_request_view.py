@@ -120,7 +120,7 @@ def test_a_nesting_bomb_is_refused_at_once(opening: bytes, path: str) -> None:
         assert parse_request(path.encode(), JSON, opening * 100_000).no_keys == "route"
     except MalformedBody:
         assert path == CHAT
-    assert time.perf_counter() - start < 1
+    assert time.perf_counter() - start < 0.1
 
 
 @pytest.mark.parametrize("depth", [100, 300, 900])

@@ -184,6 +184,8 @@ def test_a_connect_that_is_given_up_leaves_nothing(loop_factory: Callable[[], Ab
 async def test_a_connection_with_an_upload_left_on_it_is_not_kept() -> None:
     """An engine that answers 413 before it has read the body leaves the rest of it in our write buffer."""
 
+    over = asyncio.Event()
+
     async def early(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         if b"GET /" in head:
@@ -192,19 +194,25 @@ async def test_a_connection_with_an_upload_left_on_it_is_not_kept() -> None:
         else:
             writer.write(b"HTTP/1.1 413 X\r\ncontent-length: 2\r\n\r\n{}")
             await writer.drain()
-            await asyncio.sleep(1)
+            await over.wait()  # neither reads on nor closes
         writer.close()
 
     listener = await asyncio.start_server(early, "127.0.0.1", 0, limit=2**16)
     url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-    async with listener, gateway(ready=False, workers=[url], timeouts={"first_byte_s": 5}) as server:
+    quiet = {"interval_s": 60, "metrics_interval_s": 60}  # a probe would take the connection, and end it
+    limits = {"first_byte_s": 5}
+    async with (
+        listener,
+        gateway(ready=False, workers=[url], timeouts=limits, health=quiet) as server,
+    ):
         (member,) = server.registry.members.values()
         await until(lambda: member.state == "ready")
         for _ in range(2):
             started = time.monotonic()
-            answer = await ask(server.url, CHAT, {"model": "m", "prompt": "x" * 16_000_000})
+            answer = await ask(server.url, CHAT, {"model": "m", "prompt": "x" * 32_000_000})
             assert (answer.status, answer.body) == (413, b"{}")
             assert time.monotonic() - started < 3
+        over.set()
 
 
 async def test_a_worker_that_calls_its_length_hop_by_hop_does_not_unframe_its_answer() -> None:
