@@ -234,7 +234,7 @@ async def test_trailers_without_end_are_cut() -> None:
         for _ in range(200):
             await wire.send(b"x-t: " + b"a" * 8000 + b"\r\n")
 
-    async with Engine(flood) as engine, edge(engine) as server:
+    async with Engine(flood) as engine, edge(engine, timeouts={"idle_s": 2}) as server:
         answer = await ask(server.url, CHAT, {"model": "m", "stream": True})
         assert answer.body.startswith(b"data: 1\n\n")
         assert b"bad_upstream_response" in answer.body
