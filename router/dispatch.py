@@ -11,7 +11,7 @@ import structlog
 from msgspec import Struct
 
 from kvroute.clock import Clock
-from kvroute.conductor.index import ApproximateIndex
+from kvroute.conductor.approximate import ApproximateIndex
 from kvroute.policies.base import Policy
 from kvroute.policies.ties import least_loaded_index
 from kvroute.router.errors import Failure, GatewayError, shorten

@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 
 from kvroute import __version__
 from kvroute.clock import monotonic
-from kvroute.conductor.index import ApproximateIndex
+from kvroute.conductor.approximate import ApproximateIndex
 from kvroute.config import Config, ConfigError, PolicyConfig
 from kvroute.endpoint import Endpoint, http_origin, join_host_port
 from kvroute.policies.registry import PolicyError, make_policy

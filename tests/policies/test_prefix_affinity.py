@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from kvroute.conductor.index import ApproximateIndex
+from kvroute.conductor.approximate import ApproximateIndex
 from kvroute.conductor.keys import byte_keys, namespace_key
 from kvroute.policies.prefix_affinity import PrefixAffinity
 from kvroute.types import Decision, Fleet, PrefixMatch, RequestView

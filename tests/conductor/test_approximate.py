@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvroute.conductor.index import ApproximateIndex
+from kvroute.conductor.approximate import ApproximateIndex
 from kvroute.conductor.radix import NODE_BYTES
 
 MIB = 2**20
