@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 from msgspec import Struct
 
@@ -86,10 +86,43 @@ class PromptKeys(Struct, frozen=True, gc=False):
     """Length of the whole prompt, tail included; in byte mode an estimate."""
 
 
+class Tier(IntEnum):
+    """Where a block lies, nearest first."""
+
+    GPU = 0
+    CPU = 1
+    DISK = 2
+
+
+class Trust(StrEnum):
+    """How far the index of one worker may be believed."""
+
+    EXACT = "exact"
+    """Its KV events are complete: what is not confirmed is not there."""
+    APPROXIMATE = "approximate"
+    """No events, or not all of them: what was routed there is believed for as long as it is remembered."""
+    LOAD_ONLY = "load_only"
+    """What is known of it has proved wrong: it is judged by its load alone."""
+
+
 class PrefixMatch(Struct, frozen=True, gc=False):
-    """The longest contiguous prefix of one prompt that one worker is thought to hold."""
+    """The longest contiguous prefix of one prompt that one worker is thought to hold, in tokens."""
 
     tokens: int = 0
+    """The best estimate over all tiers: the longer of what is confirmed and what is predicted."""
+    gpu_tokens: int = 0
+    """Confirmed in the GPU alone."""
+    cpu_tokens: int = 0
+    """Confirmed in GPU or CPU memory."""
+    confirmed_tokens: int = 0
+    """Confirmed in any tier."""
+    predicted_tokens: int = 0
+    """Routed there and not yet confirmed, or not to be confirmed by events at all."""
+    dp_rank: int | None = None
+    """The data-parallel rank that holds it; None where the worker has only one."""
+
+
+NO_MATCH = PrefixMatch()
 
 
 class RequestView(Struct, frozen=True, gc=False):
