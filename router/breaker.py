@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from kvroute.config import Breaker as BreakerOptions
+from kvroute.config_groups import Breaker as BreakerOptions
 
 
 class BreakerState(StrEnum):

@@ -12,7 +12,7 @@ from typing import Protocol, cast
 import structlog
 
 from kvroute.clock import monotonic
-from kvroute.config import Limits, Timeouts
+from kvroute.config_groups import Limits, Timeouts
 from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.request_parser import Request, RequestParser
 from kvroute.router.sweeper import NEVER, Sweeper

@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from kvroute import __version__
 from kvroute.clock import monotonic
-from kvroute.config import WorkerConfig
+from kvroute.config_groups import WorkerConfig
 from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.metrics import Metrics
 from kvroute.router.workers import DuplicateWorker, Member, Registry, State

@@ -11,7 +11,7 @@ import orjson
 import structlog
 
 from kvroute.clock import monotonic
-from kvroute.config import Health
+from kvroute.config_groups import Health
 from kvroute.router.discovery import (
     EngineMetrics,
     engine_of,

@@ -7,7 +7,7 @@ import errno
 import ssl
 
 from kvroute.clock import monotonic
-from kvroute.config import Timeouts
+from kvroute.config_groups import Timeouts
 from kvroute.endpoint import Endpoint
 from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.sweeper import Sweeper

@@ -7,7 +7,7 @@ import asyncio
 from msgspec import Struct
 
 from kvroute.clock import monotonic
-from kvroute.config import Timeouts
+from kvroute.config_groups import Timeouts
 from kvroute.router.upstream import StaleConnection, UpstreamConnection
 from kvroute.router.workers import Member
 

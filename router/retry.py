@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvroute.config import Retry
+from kvroute.config_groups import Retry
 
 
 class RetryBudget:

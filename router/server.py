@@ -18,7 +18,8 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from kvroute import __version__
 from kvroute.clock import monotonic
 from kvroute.conductor.approximate import ApproximateIndex
-from kvroute.config import Config, ConfigError, PolicyConfig
+from kvroute.config import Config, ConfigError
+from kvroute.config_groups import PolicyConfig
 from kvroute.endpoint import Endpoint, http_origin, join_host_port
 from kvroute.policies.registry import PolicyError, make_policy
 from kvroute.router import logs

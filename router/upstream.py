@@ -10,7 +10,7 @@ import httptools
 from msgspec import Struct
 
 from kvroute.clock import monotonic
-from kvroute.config import Timeouts
+from kvroute.config_groups import Timeouts
 from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.headers import Headers
 from kvroute.router.sweeper import NEVER

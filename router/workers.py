@@ -14,8 +14,8 @@ from typing import Any
 import structlog
 
 from kvroute.clock import Clock
-from kvroute.config import Breaker as BreakerOptions
-from kvroute.config import Health, Limits, WorkerConfig
+from kvroute.config_groups import Breaker as BreakerOptions
+from kvroute.config_groups import Health, Limits, WorkerConfig
 from kvroute.endpoint import Endpoint
 from kvroute.router.breaker import Breaker
 from kvroute.router.errors import Failure, GatewayError, shorten

@@ -12,12 +12,10 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 import yaml
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     SecretStr,
     ValidationError,
     field_validator,
-    model_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
@@ -28,170 +26,28 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from kvroute.endpoint import Endpoint
-from kvroute.types import EngineKind
+from kvroute.config_groups import (
+    Admin,
+    Breaker,
+    ConductorConfig,
+    Health,
+    Limits,
+    ModelConfig,
+    PolicyConfig,
+    PrefixIndex,
+    RedisConfig,
+    Retry,
+    Seconds,
+    Shutdown,
+    Timeouts,
+    WorkerConfig,
+)
 
 PREFIX = "KVROUTE_"
-Seconds = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(gt=0)]
 
 
 class ConfigError(Exception):
     """The configuration cannot be used; the message names the field, the fault and what is accepted."""
-
-
-class Group(BaseModel):
-    """A section: frozen, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class WorkerConfig(Group):
-    """An engine to route to. A bare URL string is accepted in its place."""
-
-    url: str
-    engine: EngineKind | None = Field(default=None, description="discovered when not given")
-    api_key: SecretStr | None = Field(
-        default=None, description="sent to this worker in place of the client's key"
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_url(cls, value: Any) -> Any:
-        return {"url": value} if isinstance(value, str) else value
-
-    @field_validator("api_key")
-    @classmethod
-    def _fit_for_a_header(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is not None and not (
-            value.get_secret_value().isascii() and value.get_secret_value().isprintable()
-        ):
-            raise ValueError("only printable ASCII characters are accepted")
-        return value
-
-    @field_validator("url")
-    @classmethod
-    def _usable_url(cls, value: str) -> str:
-        return Endpoint.parse(value).url
-
-
-class PolicyConfig(Group):
-    """A policy by its entry-point name, with its options. A bare name is accepted in its place."""
-
-    name: str = "prefix_affinity"
-    options: dict[str, Any] = Field(default_factory=dict)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
-
-
-class Timeouts(Group):
-    """Per phase of one upstream attempt, and for the client's side of the connection."""
-
-    connect_s: Seconds = 5.0
-    first_byte_s: Seconds = Field(
-        default=600.0, description="request sent to first body byte; covers queue and prefill"
-    )
-    idle_s: Seconds = Field(default=300.0, description="longest silence between two body reads")
-    total_s: Seconds = Field(default=3600.0, description="whole request, retries included")
-    request_s: Seconds = Field(
-        default=60.0, description="a client's request head and body must arrive within it"
-    )
-    client_idle_s: Seconds = Field(
-        default=75.0, description="a client's connection without a request is closed after it"
-    )
-    client_stall_s: Seconds = Field(
-        default=300.0, description="a client that reads nothing for so long is cut"
-    )
-    upstream_keep_alive_s: Seconds = Field(
-        default=4.0, description="pooled connections are reused no later; below the engines' own 5 s"
-    )
-
-
-class Limits(Group):
-    """Every bound the gateway keeps."""
-
-    body_bytes: Count = 64 * 2**20
-    header_bytes: Count = 64 * 2**10
-    buffered_bytes: Count = Field(
-        default=2**30, description="request bodies held at once, over all connections"
-    )
-    connections: Count = Field(
-        default=16_384, description="client connections; more are answered 429 and closed"
-    )
-    requests: Count = Field(default=8_192, description="requests in flight; more are answered 429")
-    requests_per_worker: Count = Field(default=1_024, description="upstream connections in use per worker")
-
-
-class Retry(Group):
-    """Attempts on other workers before the first relayed byte; never after it."""
-
-    attempts: Count = Field(default=3, description="first one included")
-    statuses: tuple[Annotated[int, Field(ge=400, le=599)], ...] = (429, 500, 502, 503)
-    budget_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.2, description="retries per request, long run"
-    )
-    budget_burst: Annotated[int, Field(ge=0)] = Field(default=20, description="retries saved up at most")
-
-
-class Health(Group):
-    """Active probes; outcomes of real traffic count as well."""
-
-    interval_s: Seconds = 1.0
-    timeout_s: Seconds = 5.0
-    unhealthy_after: Count = Field(default=3, description="failed probes in a row")
-    healthy_after: Count = Field(default=1, description="good probes in a row")
-    path: Annotated[str, Field(pattern=r"^/[!-~]*$")] = "/health"
-    metrics_interval_s: Seconds = Field(
-        default=2.0, description="poll of /metrics; backs off when the engine is slow"
-    )
-    models_interval_s: Seconds = Field(
-        default=2.0, description="poll of /v1/models, for adapters loaded later"
-    )
-    stale_after_s: Seconds = Field(default=10.0, description="an older metrics sample is unknown")
-    slow_start_s: Annotated[float, Field(ge=0)] = Field(
-        default=10.0, description="ramp of a worker that joins; 0 is off"
-    )
-
-
-class Breaker(Group):
-    """Per worker: opens on failures in a row, then lets one request through to see."""
-
-    failures: Count = 5
-    open_s: Seconds = 5.0
-
-
-class Admin(Group):
-    """Where workers are listed, added, drained and removed."""
-
-    host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = Field(default=8081, description="0 takes a free one")
-    token: SecretStr | None = Field(
-        default=None, description="required as a Bearer token when host is not a loopback address"
-    )
-    enabled: bool = True
-
-    @model_validator(mode="after")
-    def _guarded(self) -> Admin:
-        if self.enabled and self.host not in {"127.0.0.1", "::1", "localhost"} and self.token is None:
-            raise ValueError("admin.token is required when admin.host is not 127.0.0.1, ::1 or localhost")
-        return self
-
-
-class PrefixIndex(Group):
-    """The approximate index: what was routed where, as byte-chunk keys."""
-
-    chunk_bytes: Annotated[int, Field(ge=64, le=65536)] = 512
-    max_bytes: Annotated[int, Field(ge=2**16)] = 256 * 2**20
-
-
-class Shutdown(Group):
-    """SIGTERM: /readyz turns 503, traffic is served for a while, then streams may end, then all is closed."""
-
-    keep_serving_s: Annotated[float, Field(ge=0)] = 3.0
-    drain_s: Annotated[float, Field(ge=0)] = 30.0
 
 
 class Config(BaseSettings):
@@ -229,6 +85,12 @@ class Config(BaseSettings):
     breaker: Breaker = Breaker()
     admin: Admin = Admin()
     prefix_index: PrefixIndex = PrefixIndex()
+    models: dict[str, ModelConfig] = Field(
+        default_factory=dict,
+        description="by served name; adapters use their base model's. Others get approximate keys",
+    )
+    conductor: ConductorConfig = ConductorConfig()
+    redis: RedisConfig = RedisConfig()
     shutdown: Shutdown = Shutdown()
 
     @field_validator("workers")

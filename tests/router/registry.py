@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from kvroute.config import Breaker, Health, Limits, WorkerConfig
+from kvroute.config_groups import Breaker, Health, Limits, WorkerConfig
 from kvroute.endpoint import Endpoint
 from kvroute.router.errors import GatewayError
 from kvroute.router.pool import UpstreamPool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvroute.config import Breaker as Options
+from kvroute.config_groups import Breaker as Options
 from kvroute.router.breaker import Breaker, BreakerState
 
 CLOSED, OPEN, HALF_OPEN = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.HALF_OPEN

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvroute.config import ConfigError, WorkerConfig
+from kvroute.config import ConfigError
+from kvroute.config_groups import WorkerConfig
 from kvroute.router.server import GatewayServer
 from kvroute.router.workers import State
 from tests.kit import CHAT, Client, Engine, Received, Wire, ask, fast_config, gateway, until

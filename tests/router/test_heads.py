@@ -5,8 +5,9 @@ import ssl
 
 import pytest
 
-from kvroute.config import Breaker as BreakerOptions
-from kvroute.config import Config, Timeouts, WorkerConfig
+from kvroute.config import Config
+from kvroute.config_groups import Breaker as BreakerOptions
+from kvroute.config_groups import Timeouts, WorkerConfig
 from kvroute.endpoint import Endpoint
 from kvroute.router.breaker import Breaker
 from kvroute.router.headers import Headers

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from kvroute.config import WorkerConfig
+from kvroute.config_groups import WorkerConfig
 from kvroute.loadtests.mock_engine import MockFleet, MockOptions
 from kvroute.router.workers import State
 from tests.kit import CHAT, Engine, Received, Wire, ask, gateway, until

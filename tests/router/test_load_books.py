@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from kvroute.config import WorkerConfig
+from kvroute.config_groups import WorkerConfig
 from kvroute.router.server import GatewayServer
 from tests.kit import CHAT, Client, Engine, Received, Wire, ask, until
 from tests.router.edge import EVENTS, Lasting, edge, first_chunk, promptly

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 
-from kvroute.config import WorkerConfig
+from kvroute.config_groups import WorkerConfig
 from kvroute.router.workers import State
 from tests.kit import CHAT, Client, Engine, Received, Wire, ask, gateway, until
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from kvroute.config import WorkerConfig
+from kvroute.config_groups import WorkerConfig
 from tests.kit import CHAT, Engine, Received, Script, Wire, answer_ok, ask, until
 from tests.router.edge import EVENTS, Lasting, edge, raw, stream
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvroute.config import Retry
+from kvroute.config_groups import Retry
 from kvroute.router.retry import RetryBudget
 
 

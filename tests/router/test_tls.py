@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvroute.config import ConfigError, WorkerConfig
+from kvroute.config import ConfigError
+from kvroute.config_groups import WorkerConfig
 from kvroute.router.server import GatewayServer
 from kvroute.router.workers import State
 from tests.kit import CHAT, Engine, ask, fast_config, gateway, until

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvroute.config import WorkerConfig
+from kvroute.config_groups import WorkerConfig
 from kvroute.router.errors import GatewayError
 from kvroute.router.workers import DuplicateWorker, Lease, State
 

@@ -1,0 +1,247 @@
+"""The sections of the configuration: what each field means, what it may be, and its default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+
+from kvroute.endpoint import Endpoint
+from kvroute.types import EngineKind
+
+Seconds = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(gt=0)]
+
+
+class Group(BaseModel):
+    """A section: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class KvEvents(Group):
+    """Where an engine publishes its KV events; only needed when it does not say so itself."""
+
+    endpoint: Annotated[str, Field(pattern=r"^(tcp|ipc)://\S+$")] = Field(
+        description="connected to, or bound when it holds a `*`; data-parallel rank i is at port + i"
+    )
+    replay_endpoint: Annotated[str, Field(pattern=r"^(tcp|ipc)://\S+$")] | None = None
+    topic: str = Field(default="", description="prefix of the topics to take; empty takes all")
+
+
+class WorkerConfig(Group):
+    """An engine to route to. A bare URL string is accepted in its place."""
+
+    url: str
+    engine: EngineKind | None = Field(default=None, description="discovered when not given")
+    api_key: SecretStr | None = Field(
+        default=None, description="sent to this worker in place of the client's key"
+    )
+    kv_events: KvEvents | None = Field(
+        default=None, description="default: what the engine's /kv_event_sources says"
+    )
+    silent_tier_blocks: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="size of a CPU or disk tier that sends no events: what leaves the GPU is thought there",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_url(cls, value: Any) -> Any:
+        return {"url": value} if isinstance(value, str) else value
+
+    @field_validator("api_key")
+    @classmethod
+    def _fit_for_a_header(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not (
+            value.get_secret_value().isascii() and value.get_secret_value().isprintable()
+        ):
+            raise ValueError("only printable ASCII characters are accepted")
+        return value
+
+    @field_validator("url")
+    @classmethod
+    def _usable_url(cls, value: str) -> str:
+        return Endpoint.parse(value).url
+
+
+class PolicyConfig(Group):
+    """A policy by its entry-point name, with its options. A bare name is accepted in its place."""
+
+    name: str = "prefix_affinity"
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+class Timeouts(Group):
+    """Per phase of one upstream attempt, and for the client's side of the connection."""
+
+    connect_s: Seconds = 5.0
+    first_byte_s: Seconds = Field(
+        default=600.0, description="request sent to first body byte; covers queue and prefill"
+    )
+    idle_s: Seconds = Field(default=300.0, description="longest silence between two body reads")
+    total_s: Seconds = Field(default=3600.0, description="whole request, retries included")
+    request_s: Seconds = Field(
+        default=60.0, description="a client's request head and body must arrive within it"
+    )
+    client_idle_s: Seconds = Field(
+        default=75.0, description="a client's connection without a request is closed after it"
+    )
+    client_stall_s: Seconds = Field(
+        default=300.0, description="a client that reads nothing for so long is cut"
+    )
+    upstream_keep_alive_s: Seconds = Field(
+        default=4.0, description="pooled connections are reused no later; below the engines' own 5 s"
+    )
+
+
+class Limits(Group):
+    """Every bound the gateway keeps."""
+
+    body_bytes: Count = 64 * 2**20
+    header_bytes: Count = 64 * 2**10
+    buffered_bytes: Count = Field(
+        default=2**30, description="request bodies held at once, over all connections"
+    )
+    connections: Count = Field(
+        default=16_384, description="client connections; more are answered 429 and closed"
+    )
+    requests: Count = Field(default=8_192, description="requests in flight; more are answered 429")
+    requests_per_worker: Count = Field(default=1_024, description="upstream connections in use per worker")
+
+
+class Retry(Group):
+    """Attempts on other workers before the first relayed byte; never after it."""
+
+    attempts: Count = Field(default=3, description="first one included")
+    statuses: tuple[Annotated[int, Field(ge=400, le=599)], ...] = (429, 500, 502, 503)
+    budget_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.2, description="retries per request, long run"
+    )
+    budget_burst: Annotated[int, Field(ge=0)] = Field(default=20, description="retries saved up at most")
+
+
+class Health(Group):
+    """Active probes; outcomes of real traffic count as well."""
+
+    interval_s: Seconds = 1.0
+    timeout_s: Seconds = 5.0
+    unhealthy_after: Count = Field(default=3, description="failed probes in a row")
+    healthy_after: Count = Field(default=1, description="good probes in a row")
+    path: Annotated[str, Field(pattern=r"^/[!-~]*$")] = "/health"
+    metrics_interval_s: Seconds = Field(
+        default=2.0, description="poll of /metrics; backs off when the engine is slow"
+    )
+    models_interval_s: Seconds = Field(
+        default=2.0, description="poll of /v1/models, for adapters loaded later"
+    )
+    stale_after_s: Seconds = Field(default=10.0, description="an older metrics sample is unknown")
+    slow_start_s: Annotated[float, Field(ge=0)] = Field(
+        default=10.0, description="ramp of a worker that joins; 0 is off"
+    )
+
+
+class Breaker(Group):
+    """Per worker: opens on failures in a row, then lets one request through to see."""
+
+    failures: Count = 5
+    open_s: Seconds = 5.0
+
+
+class Admin(Group):
+    """Where workers are listed, added, drained and removed."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(default=8081, description="0 takes a free one")
+    token: SecretStr | None = Field(
+        default=None, description="required as a Bearer token when host is not a loopback address"
+    )
+    enabled: bool = True
+
+    @model_validator(mode="after")
+    def _guarded(self) -> Admin:
+        if self.enabled and self.host not in {"127.0.0.1", "::1", "localhost"} and self.token is None:
+            raise ValueError("admin.token is required when admin.host is not 127.0.0.1, ::1 or localhost")
+        return self
+
+
+class PrefixIndex(Group):
+    """What is known of the workers' caches: confirmed by KV events, or predicted from what was routed."""
+
+    chunk_bytes: Annotated[int, Field(ge=64, le=65536)] = Field(
+        default=512, description="block of a prompt whose tokens are not known"
+    )
+    max_bytes: Annotated[int, Field(ge=2**16)] = Field(
+        default=256 * 2**20, description="predictions go first when it is full"
+    )
+    prediction_s: Seconds = Field(
+        default=10.0, description="a prediction that events have not confirmed by then is forgotten"
+    )
+    kv_events: bool = Field(default=True, description="follow the workers that publish KV events")
+
+
+class ModelConfig(Group):
+    """How prompts of one model become token ids. A bare path is accepted in its place."""
+
+    tokenizer: Path | None = Field(
+        default=None, description="directory of tokenizer.json and tokenizer_config.json, or the former"
+    )
+    chat_template: Path | None = Field(default=None, description="default: the tokenizer's own")
+    source: Literal["local", "engine", "bytes"] = Field(
+        default="local",
+        description="local: this tokenizer; engine: the worker's /tokenize; bytes: approximate keys only",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: Any) -> Any:
+        return {"tokenizer": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _complete(self) -> ModelConfig:
+        if self.source == "local" and self.tokenizer is None:
+            raise ValueError("tokenizer is required when source is local")
+        return self
+
+
+class ConductorConfig(Group):
+    """The index as a service of its own: how `kvroute conductor` serves it, and how a gateway asks it."""
+
+    connect: Annotated[str, Field(pattern=r"^(unix:///\S+|tcp://\S+:\d+)$")] | None = Field(
+        default=None,
+        description="lookup socket of a remote conductor for this gateway to ask: unix:///path or tcp://host:port",
+    )
+    budget_s: Seconds = Field(
+        default=0.005, description="a lookup that takes longer is done without, by what this gateway routed"
+    )
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(default=13333, description="0 takes a free one")
+    lookup: Annotated[str, Field(pattern=r"^(unix:///\S+|tcp://\S+:\d+)$")] | None = Field(
+        default=None, description="where `kvroute conductor` takes gateways' lookups"
+    )
+    snapshot_file: Path | None = Field(
+        default=None, description="the index survives a restart in it; for the gateway's own index as well"
+    )
+    snapshot_interval_s: Seconds = 60.0
+
+
+class RedisConfig(Group):
+    """What several gateway replicas share; without `url` each knows only itself."""
+
+    url: SecretStr | None = Field(default=None, description="redis://, rediss:// or unix://; Valkey as well")
+    prefix: Annotated[str, Field(pattern=r"^[!-~]{1,64}$")] = Field(
+        default="kvroute:", description="of all keys; replicas of one gateway have the same"
+    )
+
+
+class Shutdown(Group):
+    """SIGTERM: /readyz turns 503, traffic is served for a while, then streams may end, then all is closed."""
+
+    keep_serving_s: Annotated[float, Field(ge=0)] = 3.0
+    drain_s: Annotated[float, Field(ge=0)] = 30.0
