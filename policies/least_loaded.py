@@ -14,8 +14,8 @@ class LeastLoaded:
 
     Options: none.
 
-    Trade-offs: follows slow workers and long answers with no model of either. It counts this gateway's own
-    leases only: replicas that do not share load each fill the same idle worker. Blind to the cache.
+    Trade-offs: follows slow workers and long answers with no model of either. Replicas of
+    the gateway that do not share load (`redis.url`) each fill the same idle worker. Blind to the cache.
     """
 
     needs_prefix: ClassVar[bool] = False

@@ -175,7 +175,7 @@ class Gateway:
         members = list(registry.members.values())
         by_url: dict[str, int] = {}
         for member in members:
-            by_url[member.endpoint.url] = by_url.get(member.endpoint.url, 0) + member.load.requests
+            by_url[member.endpoint.url] = by_url.get(member.endpoint.url, 0) + member.requests
         yield gauge("kvroute_requests_in_flight", "Requests being handled.", (), [((), self._in_flight)])
         yield gauge(
             "kvroute_worker_in_flight",

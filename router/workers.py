@@ -52,6 +52,9 @@ class Member:
     pool: UpstreamPool
     breaker: Breaker
     load: WorkerLoad = field(default_factory=WorkerLoad)
+    others_requests: int = 0
+    """Of `load`, what other replicas of this gateway have sent there."""
+    others_prefill_tokens: int = 0
     state: State = State.STARTING
     leaves_when_idle: bool = False
     good_probes: int = 0
@@ -78,8 +81,13 @@ class Member:
         self.base_path = self.endpoint.base_path.encode("ascii")
         self.url_header = self.endpoint.url.encode("ascii")
 
+    @property
+    def requests(self) -> int:
+        """Leases of this gateway that are not yet released."""
+        return self.load.requests - self.others_requests
+
     def __repr__(self) -> str:
-        return f"<Member {self.worker.id} {self.state.value} requests={self.load.requests} {self.breaker!r}>"
+        return f"<Member {self.worker.id} {self.state.value} requests={self.requests} {self.breaker!r}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +193,7 @@ class Registry:
         """Drain, then forget as soon as nothing is in flight."""
         member.leaves_when_idle = True
         self.drain(member)
-        if member.load.requests == 0:
+        if member.requests == 0:
             self._forget(member)
 
     def replace(self, member: Member) -> Member:
@@ -271,7 +279,7 @@ class Registry:
         if not reachable:
             raise self._nobody_serves(model, some_able=bool(able))
         limit = self._limits.requests_per_worker
-        with_room = [m for m in reachable if m.load.requests < limit]
+        with_room = [m for m in reachable if m.requests < limit]
         if not with_room:
             message = f"every worker has {limit} requests in flight (limits.requests_per_worker)"
             raise GatewayError(Failure.OVERLOADED, message, retry_after_s=1)
@@ -320,16 +328,23 @@ class Registry:
         load.requests += 1
         load.pending_prefill_tokens += prompt_tokens
         trial = member.breaker.open_until_s is not None and member.breaker.sent(now_s)
-        if trial or load.requests == self._limits.requests_per_worker:
+        if trial or member.requests == self._limits.requests_per_worker:
             self.changed()
         return Lease(self, member, prompt_tokens, trial)
 
     def released(self, member: Member) -> None:
         member.load.requests -= 1
-        if member.load.requests == self._limits.requests_per_worker - 1:
+        requests = member.requests
+        if requests == self._limits.requests_per_worker - 1:
             self.changed()
-        if member.leaves_when_idle and member.load.requests == 0:
+        if member.leaves_when_idle and requests == 0:
             self._forget(member)
+
+    def set_others(self, member: Member, requests: int, prefill_tokens: int) -> None:
+        """What other replicas carry there now; it counts in every choice like our own."""
+        member.load.requests += requests - member.others_requests
+        member.load.pending_prefill_tokens += prefill_tokens - member.others_prefill_tokens
+        member.others_requests, member.others_prefill_tokens = requests, prefill_tokens
 
     def observe(self, member: Member, outcome: Outcome, *, is_trial: bool) -> None:
         """Real traffic counts for health and breaker. 4xx and a client that left say nothing."""
@@ -352,8 +367,10 @@ class Registry:
     def check_integrity(self) -> None:
         """Raise AssertionError when the books do not balance."""
         for member in self.members.values():
-            assert member.load.requests >= 0, member
-            assert member.load.pending_prefill_tokens >= 0, member
-            assert member.load.requests > 0 or member.load.pending_prefill_tokens == 0, member
+            pending_tokens = member.load.pending_prefill_tokens - member.others_prefill_tokens
+            assert member.requests >= 0, member
+            assert pending_tokens >= 0, member
+            assert member.requests > 0 or pending_tokens == 0, member
+            assert min(member.others_requests, member.others_prefill_tokens) >= 0, member
             assert member.state is not State.GONE, member
         assert self._ramping <= set(self.members.values())

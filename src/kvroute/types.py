@@ -65,7 +65,7 @@ class WorkerLoad:
     """
 
     requests: int = 0
-    """Leases charged here and not yet released; never negative."""
+    """Leases charged here and not yet released, those of other gateway replicas included; never negative."""
     pending_prefill_tokens: int = 0
     """Estimated prompt tokens of those leases that have not answered their first byte."""
     reported_running: int | None = None

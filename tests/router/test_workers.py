@@ -168,3 +168,29 @@ def test_books_that_do_not_balance_are_noticed() -> None:
     member.load.requests = -1
     with pytest.raises(AssertionError):
         fleet.registry.check_integrity()
+
+
+def test_what_other_replicas_sent_counts_in_choices_and_in_no_lease() -> None:
+    fleet = Fleet(per_worker=2)
+    member = fleet.add("a")
+    lease = fleet.charge(member, tokens=10)
+    fleet.registry.set_others(member, 5, 700)
+    assert (member.load.requests, member.load.pending_prefill_tokens, member.requests) == (6, 710, 1)
+    assert fleet.eligible() == ["a"]  # the limit is on this gateway's own connections
+    fleet.registry.set_others(member, 2, 100)
+    assert (member.load.requests, member.load.pending_prefill_tokens) == (3, 110)
+    lease.release()
+    fleet.registry.check_integrity()
+    fleet.registry.set_others(member, 0, 0)
+    assert (member.load.requests, member.load.pending_prefill_tokens) == (0, 0)
+
+
+def test_a_worker_that_leaves_waits_for_no_other_replica() -> None:
+    fleet = Fleet()
+    member = fleet.add("a")
+    lease = fleet.charge(member)
+    fleet.registry.set_others(member, 5, 700)
+    fleet.registry.remove(member)
+    assert member.state is State.DRAINING
+    lease.release()
+    assert member.state is State.GONE
