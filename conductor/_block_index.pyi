@@ -1,0 +1,1 @@
+from kvroute.conductor.block_index import BlockIndex as BlockIndex

@@ -1,0 +1,395 @@
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from kvroute.conductor.block_index import CPU, DISK, GPU, BlockIndex, Entry, make_block_index
+
+try:
+    from kvroute.conductor._block_index import BlockIndex as Compiled
+except ImportError:
+    Compiled = None  # type: ignore[assignment,misc]
+
+KINDS = [pytest.param(BlockIndex, id="python")]
+if Compiled is not None:
+    KINDS.append(pytest.param(Compiled, id="c"))
+Make = Callable[[], BlockIndex]
+ANY = 2**63
+
+
+def pack(*values: int) -> bytes:
+    return array("Q", values).tobytes()
+
+
+class Truth:
+    """What a `BlockIndex` must say, by counting: (slot, tier, hash) -> count and (slot, hash) -> key."""
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[int, int, int], int] = {}
+        self.names: dict[tuple[int, int], int] = {}
+        self.probable: dict[int, list[int]] = {}
+        self.silent: dict[int, int] = {}
+
+    def open(self, slot: int) -> None:
+        self.probable[slot], self.silent[slot] = [], 0
+
+    def retire(self, slot: int) -> None:
+        self.counts = {at: count for at, count in self.counts.items() if at[0] != slot}
+        self.names = {at: key for at, key in self.names.items() if at[0] != slot}
+        del self.probable[slot], self.silent[slot]
+
+    def keys(self, slot: int, tier: int) -> set[int]:
+        return {self.names[slot, name] for at, held, name in self.counts if at == slot and held == tier}
+
+    def store(self, slot: int, tier: int, hashes: list[int], keys: list[int]) -> int:
+        new = 0
+        for name, key in zip(hashes, keys, strict=True):
+            if self.names.get((slot, name), key) != key:
+                for lower in (GPU, CPU, DISK):
+                    self.counts.pop((slot, lower, name), None)
+            new += key not in self.keys(slot, tier)
+            self.names[slot, name] = key
+            self.counts[slot, tier, name] = self.counts.get((slot, tier, name), 0) + 1
+        return new
+
+    def remove(self, slot: int, tier: int, hashes: list[int]) -> int:
+        resolved = 0
+        for name in hashes:
+            count = self.counts.get((slot, tier, name), 0)
+            if not count:
+                continue
+            resolved += 1
+            self.counts[slot, tier, name] = count - 1
+            if count > 1:
+                continue
+            del self.counts[slot, tier, name]
+            key = self.names[slot, name]
+            if not any((slot, lower, name) in self.counts for lower in (GPU, CPU, DISK)):
+                del self.names[slot, name]
+            if tier == GPU and self.silent[slot] and key not in self.keys(slot, GPU):
+                self.probable[slot] = [other for other in self.probable[slot] if other != key] + [key]
+                self.trim(slot)
+        return resolved
+
+    def trim(self, slot: int) -> None:
+        self.probable[slot] = self.probable[slot][max(0, len(self.probable[slot]) - self.silent[slot]) :]
+
+    def match(self, keys: list[int]) -> list[tuple[int, ...]]:
+        rows = []
+        for slot in sorted(self.probable):
+            gpu, cpu, disk = (self.keys(slot, tier) for tier in (GPU, CPU, DISK))
+            known = gpu | cpu | disk
+            sets = (gpu, cpu, disk, gpu | cpu, known, known | set(self.probable[slot]))
+            row = tuple(
+                next((i for i, key in enumerate(keys) if key not in held), len(keys)) for held in sets
+            )
+            if row[-1]:
+                rows.append((slot, *row))
+        return rows
+
+    def held(self, slot: int) -> tuple[int, int, int, int]:
+        gpu, cpu, disk = (len(self.keys(slot, tier)) for tier in (GPU, CPU, DISK))
+        return gpu, cpu, disk, len(self.probable[slot])
+
+    def blocks(self) -> int:
+        return len(set(self.names.values()) | {key for keys in self.probable.values() for key in keys})
+
+
+def prompts(random: Random, count: int = 6) -> list[list[int]]:
+    """Chains that fork from one another at random places."""
+    chains: list[list[int]] = [[]]
+    for _ in range(count):
+        start = random.choice(chains)
+        start = start[: random.randint(0, len(start))]
+        chains.append(start + [random.getrandbits(64) for _ in range(random.randint(1, 12))])
+    return chains[1:]
+
+
+class Drill:
+    """Random traffic on an index and on the truth beside it."""
+
+    def __init__(self, make: Make, random: Random) -> None:
+        self.index, self.truth, self.random = make(), Truth(), random
+        self.chains = prompts(random)
+        self.slots = [self.open() for _ in range(random.randint(1, 5))]
+
+    def open(self) -> int:
+        slot = self.index.open()
+        self.truth.open(slot)
+        if self.random.random() < 0.5:
+            self.silence(slot)
+        return slot
+
+    def silence(self, slot: int) -> None:
+        self.truth.silent[slot] = capacity = self.random.choice([0, 1, 3, 1000])
+        self.truth.trim(slot)
+        self.index.set_silent_tier(slot, capacity)
+
+    def name(self, slot: int, key: int) -> int:
+        """Mostly one hash per key and slot; sometimes a second, or one that named another key."""
+        odds = self.random.random()
+        return (key ^ slot) + 1 & 2**64 - 1 if odds < 0.9 else key >> 60 if odds < 0.95 else key
+
+    def part(self) -> tuple[int | None, list[int]]:
+        chain = self.random.choice(self.chains)
+        start = self.random.randrange(len(chain))
+        end = self.random.randint(start, len(chain))
+        return (chain[start - 1] if start else None), chain[start:end]
+
+    def step(self) -> None:
+        slot = self.random.choice(self.slots)
+        tier = self.random.choice([GPU, GPU, GPU, CPU, DISK])
+        parent, keys = self.part()
+        names = [self.name(slot, key) for key in keys]
+        odds = self.random.random()
+        if odds < 0.55:
+            new = self.index.store(slot, tier, parent, pack(*names), pack(*keys))
+            assert new == self.truth.store(slot, tier, names, keys)
+        elif odds < 0.9:
+            self.random.shuffle(names)
+            assert self.index.remove(slot, tier, pack(*names)) == self.truth.remove(slot, tier, names)
+        elif odds < 0.93:
+            self.index.retire(slot)
+            self.truth.retire(slot)
+            self.slots.remove(slot)
+            self.slots.append(self.open())
+        elif odds < 0.97:
+            self.index.sweep(self.random.randint(1, 20))
+        else:
+            self.silence(slot)
+
+    def check(self) -> None:
+        self.index.check_integrity()
+        for chain in self.chains:
+            depth = self.random.randint(0, len(chain))
+            for keys in (chain, chain[:depth], [*chain[:depth], ANY, *chain[depth:]][: depth + 1]):
+                assert self.index.match(pack(*keys)) == self.truth.match(keys)
+        for slot in self.slots:
+            assert self.index.held(slot) == self.truth.held(slot)
+            for key in self.chains[0]:
+                assert self.index.key_of(slot, key) == self.truth.names.get((slot, key))
+        assert self.index.entries == sum(sum(self.truth.held(slot)[:3]) for slot in self.slots)
+
+    def finish(self) -> None:
+        while self.index.sweep(7):
+            pass
+        self.check()
+        assert self.index.blocks == self.truth.blocks()
+
+
+@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("seed", range(40))
+def test_an_index_says_what_counting_says(make: Make, seed: int) -> None:
+    print(f"seed {seed}")
+    drill = Drill(make, Random(seed))
+    for step in range(90):
+        drill.step()
+        if step % 4 == 0:
+            drill.check()
+    drill.finish()
+
+
+@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("seed", range(20))
+def test_an_export_restores_the_same_index_parents_first(make: Make, seed: int) -> None:
+    print(f"seed {seed}")
+    drill = Drill(make, Random(seed))
+    for _ in range(60):
+        drill.step()
+    copy = make()
+    for slot in drill.slots:
+        twin = copy.open()
+        entries = list(drill.index.export(slot))
+        restore(copy, twin, entries)
+        assert set(copy.export(twin)) == set(entries)
+        known: set[int | None] = {None}
+        listed = {key for _, _, _, key, _ in entries}
+        for _, parent, _, key, _ in entries:
+            assert parent in known or parent not in listed, "a block before its parent"
+            known.add(key)
+    copy.check_integrity()
+
+
+def restore(index: BlockIndex, slot: int, entries: list[Entry]) -> None:
+    for tier, parent, name, key, count in entries:
+        for _ in range(count):
+            index.store(slot, tier, parent, pack(name), pack(key))
+
+
+@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("seed", range(20))
+def test_eviction_drops_the_probable_first_and_never_a_parent_before_its_child(make: Make, seed: int) -> None:
+    print(f"seed {seed}")
+    drill = Drill(make, Random(seed))
+    for _ in range(80):
+        drill.step()
+    index = drill.index
+    while index.sweep():
+        pass
+    for slot in drill.slots:  # whole prompts, so that every hole that is found later was made by eviction
+        for chain in drill.chains:
+            index.store(slot, GPU, None, pack(*(key ^ slot for key in chain)), pack(*chain))
+    before = {slot: index.held(slot) for slot in drill.slots}
+    blocks = index.blocks
+    dropped = index.evict(index.bytes_used)
+    assert dropped == 0
+    while index.blocks:
+        dropped = index.evict(index.bytes_used - 1)
+        assert dropped == blocks - index.blocks
+        blocks = index.blocks
+        index.check_integrity()
+        for slot in drill.slots:
+            held = index.held(slot)
+            assert all(now <= then for now, then in zip(held, before[slot], strict=True))
+            if held[:3] != before[slot][:3]:
+                assert held[3] == 0, "a confirmed block went before a probable one"
+            listed = {key: parent for _, parent, _, key, _ in index.export(slot)}
+            assert all(parent is None or parent in listed for parent in listed.values())
+        if not dropped and all(index.held(slot)[3] == 0 for slot in drill.slots):
+            break
+    drill.index.check_integrity()
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_the_least_recently_stored_prompts_are_evicted_first(make: Make) -> None:
+    random = Random(5)
+    index = make()
+    chains = [[random.getrandbits(64) for _ in range(50)] for _ in range(400)]
+    slot = index.open()
+    for chain in [*chains, *chains[:100]]:
+        index.store(slot, GPU, None, pack(*chain), pack(*chain))
+    assert index.evict(index.bytes_used // 2) >= 150 * 50
+    matched = [bool(index.match(pack(*chain))) for chain in chains]
+    assert index.bytes_used
+    assert sum(matched[:100]) == 100
+    assert sum(matched[100:200]) == 0
+    index.check_integrity()
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_stored_twice_and_removed_once_is_still_there_in_that_tier(make: Make) -> None:
+    index = make()
+    slot = index.open()
+    assert index.store(slot, GPU, None, pack(1, 2), pack(11, 12)) == 2
+    assert index.store(slot, GPU, None, pack(1), pack(11)) == 0
+    assert index.store(slot, CPU, None, pack(1), pack(11)) == 1
+    assert index.remove(slot, GPU, pack(1, 2)) == 2
+    assert index.match(pack(11, 12)) == [(slot, 1, 1, 0, 1, 1, 1)]
+    assert index.remove(slot, GPU, pack(1, 2, 3)) == 1
+    assert index.match(pack(11, 12)) == [(slot, 0, 1, 0, 1, 1, 1)]
+    assert index.key_of(slot, 1) == 11
+    assert index.remove(slot, CPU, pack(1)) == 1
+    assert index.key_of(slot, 1) is None
+    assert (index.blocks, index.entries) == (0, 0)
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_a_hole_ends_a_match_and_filling_it_joins_the_rest_again(make: Make) -> None:
+    index = make()
+    one, two = index.open(), index.open()
+    keys = list(range(100, 120))
+    index.store(one, GPU, None, pack(*keys), pack(*keys))
+    index.store(two, GPU, None, pack(*keys), pack(*keys))
+    index.remove(one, GPU, pack(107))
+    assert [row[:2] for row in index.match(pack(*keys))] == [(one, 7), (two, 20)]
+    index.store(one, CPU, 106, pack(107), pack(107))
+    assert index.match(pack(*keys))[0] == (one, 7, 0, 0, 20, 20, 20)
+    index.store(one, GPU, 106, pack(107), pack(107))
+    assert index.match(pack(*keys))[0] == (one, 20, 0, 0, 20, 20, 20)
+    index.check_integrity()
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_a_prefix_counts_from_the_start_and_only_in_its_order(make: Make) -> None:
+    """Keys are chained: what follows another start has other keys, and a block in the air is no prefix."""
+    index = make()
+    one = index.open()
+    index.store(one, GPU, None, pack(1, 2, 3), pack(11, 12, 13))
+    assert index.match(pack(21, 12, 13)) == []
+    assert index.match(pack(12, 13)) == [(one, 2, 0, 0, 2, 2, 2)]
+    assert index.match(b"") == []
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_what_leaves_a_gpu_above_a_silent_tier_is_probable_until_as_many_left_after_it(make: Make) -> None:
+    index = make()
+    slot = index.open()
+    index.set_silent_tier(slot, 3)
+    index.store(slot, GPU, None, pack(1, 2, 3, 4, 5), pack(1, 2, 3, 4, 5))
+    index.remove(slot, GPU, pack(3, 2, 1))
+    assert index.held(slot) == (2, 0, 0, 3)
+    assert index.match(pack(1, 2, 3, 4, 5)) == [(slot, 0, 0, 0, 0, 0, 5)]
+    index.store(slot, GPU, 2, pack(3), pack(3))
+    index.remove(slot, GPU, pack(3, 4))  # 3 left again and is younger now: 2 goes
+    assert index.match(pack(1, 2, 3, 4, 5)) == [(slot, 0, 0, 0, 0, 0, 1)]
+    index.set_silent_tier(slot, 0)
+    assert index.held(slot) == (1, 0, 0, 0)
+    assert index.blocks == 1
+    index.check_integrity()
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_a_retired_slot_matches_nothing_at_once_and_its_number_is_free_after_the_sweep(make: Make) -> None:
+    index = make()
+    old, other = index.open(), index.open()
+    keys = pack(*range(1, 501))
+    index.store(old, GPU, None, keys, keys)
+    index.store(other, GPU, None, keys[:80], keys[:80])
+    index.retire(old)
+    assert index.match(keys) == [(other, 10, 0, 0, 10, 10, 10)]
+    assert index.open() not in (old, other)
+    for late in (
+        lambda: index.store(old, GPU, None, keys, keys),
+        lambda: index.remove(old, GPU, keys),
+        lambda: index.retire(old),
+        lambda: index.held(old),
+        lambda: index.key_of(old, 1),
+    ):
+        with pytest.raises(ValueError, match=f"slot must be an open one, not {old}"):
+            late()
+    steps = 1
+    while index.sweep(100):
+        steps += 1
+    assert steps > 1
+    assert index.blocks == 10
+    assert index.open() == old
+    assert index.held(old) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_bad_arguments_are_named_and_change_nothing(make: Make) -> None:
+    index = make()
+    slot = index.open()
+    index.store(slot, GPU, None, pack(1), pack(1))
+    before = repr(index)
+    for argument, call in (
+        ("slot", lambda: index.store(slot + 1, GPU, None, pack(2), pack(2))),
+        ("slot", lambda: index.store(-1, GPU, None, pack(2), pack(2))),
+        ("slot", lambda: index.set_silent_tier(7, 5)),
+        ("slot", lambda: list(index.export(9))),
+        ("tier", lambda: index.store(slot, 3, None, pack(2), pack(2))),
+        ("tier", lambda: index.remove(slot, -1, pack(1))),
+        ("hashes", lambda: index.store(slot, GPU, None, b"1234567", pack(2))),
+        ("keys", lambda: index.store(slot, GPU, None, pack(2), pack(2)[:7])),
+        ("keys", lambda: index.store(slot, GPU, None, pack(2, 3), pack(2))),
+        ("hashes", lambda: index.remove(slot, GPU, b"1")),
+        ("keys", lambda: index.match(b"123")),
+        ("parent_key", lambda: index.store(slot, GPU, 2**64, pack(2), pack(2))),
+        ("parent_key", lambda: index.store(slot, GPU, -1, pack(2), pack(2))),
+        ("block_hash", lambda: index.key_of(slot, -1)),
+        ("capacity_blocks", lambda: index.set_silent_tier(slot, -1)),
+    ):
+        with pytest.raises(ValueError, match=argument):
+            call()
+    assert repr(index) == before
+    index.check_integrity()
+
+
+def test_the_compiled_index_is_picked_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVROUTE_PURE_PYTHON", raising=False)
+    assert type(make_block_index()) is (Compiled or BlockIndex)
+    monkeypatch.setenv("KVROUTE_PURE_PYTHON", "1")
+    assert type(make_block_index()) is BlockIndex
