@@ -109,6 +109,17 @@ class EventFeed:
         """By rank, how far it was applied: for snapshots, together with the index at the same moment."""
         raise NotImplementedError
 
+    def pause(self, worker_id: str) -> None:
+        """Apply nothing of this worker until `resume`: batches wait in their sockets, within their bounds.
+
+        For a snapshot, which reads a holder in slices and together with its watermark. Unknown is ignored.
+        """
+        raise NotImplementedError
+
+    def resume(self, worker_id: str) -> None:
+        """Go on after `pause`; idempotent, unknown is ignored."""
+        raise NotImplementedError
+
     async def settled(self, worker_id: str) -> None:
         """Return when no rank has a replay outstanding or a batch waiting; KeyError when not followed."""
         raise NotImplementedError
