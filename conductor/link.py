@@ -1,0 +1,82 @@
+"""The gateway's end of one connection to a remote conductor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from kvroute.conductor import wire
+
+
+class Link(asyncio.Protocol):
+    """Frames in and out; the first answer must be the conductor's hello."""
+
+    def __init__(self, answered: Callable[[Sequence[wire.Answer]], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self.greeted: asyncio.Future[None] = loop.create_future()
+        self.closed: asyncio.Future[Exception | None] = loop.create_future()
+        self.paused = False
+        self.misbehaved = False
+        self._answered = answered
+        self._reader = wire.FrameReader()
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(wire.frame([wire.Hello(wire.PROTOCOL)]))
+
+    def write(self, data: bytes) -> None:
+        assert self._transport is not None
+        self._transport.write(data)
+
+    def data_received(self, data: bytes) -> None:
+        if self.closed.done():
+            return
+        try:
+            for body in self._reader.feed(data):
+                answers = wire.decode(wire.answers_decoder, body)
+                if not self.greeted.done():
+                    answers = _check_hello(answers)
+                    self.greeted.set_result(None)
+                if answers:
+                    self._answered(answers)
+        except wire.WireError as error:
+            self.misbehaved = True
+            self.abort(error)
+
+    def pause_writing(self) -> None:
+        self.paused = True
+
+    def resume_writing(self) -> None:
+        self.paused = False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end(error or ConnectionResetError("the conductor closed the connection"))
+
+    def abort(self, error: Exception | None = None) -> None:
+        """Close at once; idempotent."""
+        if self._transport is not None:
+            self._transport.abort()
+        self._end(error)
+
+    def _end(self, error: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(error)
+        if not self.greeted.done():
+            if error is None:
+                self.greeted.cancel()
+            else:
+                self.greeted.set_exception(error)
+                self.greeted.exception()  # whoever waits for it still gets it; nobody may
+
+
+def _check_hello(answers: list[wire.Answer]) -> list[wire.Answer]:
+    """What follows the hello; raises `WireError` when there is none, or of another protocol."""
+    if not answers or not isinstance(answers[0], wire.Hello):
+        raise wire.WireError("protocol", "the conductor's first message is no hello")
+    if answers[0].protocol != wire.PROTOCOL:
+        raise wire.WireError(
+            "protocol", f"the conductor speaks protocol {answers[0].protocol}, this gateway {wire.PROTOCOL}"
+        )
+    return answers[1:]
