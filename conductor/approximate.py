@@ -104,8 +104,12 @@ class ApproximateIndex:
         if not bit or not keys:
             return
         self._tree.touch(self._descend(bit, keys))
-        while self._tree.estimated_bytes > self.max_bytes:
-            self._evict()
+        self.evict(self.max_bytes)
+
+    def evict(self, bytes_limit: int) -> None:
+        """Drop the least recently routed prefixes until `estimated_bytes` is at most this."""
+        while self._tree.nodes and self._tree.estimated_bytes > bytes_limit:
+            self._evict_leaf()
 
     def _descend(self, bit: int, keys: Sequence[int]) -> int:
         """Give the path of `keys` to the worker of `bit`, adding what is missing; returns the last node."""
@@ -142,7 +146,7 @@ class ApproximateIndex:
         tree.lengthen(node, pack_keys(keys))
         return node
 
-    def _evict(self) -> None:
+    def _evict_leaf(self) -> None:
         leaf = next(iter(self._tree.recency))
         blocks = len(self._tree.runs[leaf]) >> 3
         self.evicted_blocks += blocks
@@ -176,6 +180,10 @@ class ApproximateIndex:
         self._removed[worker_id] = None
         if len(self._removed) > REMEMBERED_REMOVALS:
             del self._removed[next(iter(self._removed))]
+        self.clear_worker(worker_id)
+
+    def clear_worker(self, worker_id: str) -> None:
+        """Forget what was routed to a worker that goes on. Constant time, see `remove_worker`."""
         bit = self._bits.pop(worker_id, 0)
         if not bit:
             return

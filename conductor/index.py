@@ -1,0 +1,332 @@
+"""The prefix index: what engines confirmed and what was routed to them, as one answer.
+
+Three parts share one bound of bytes. `blocks` is exact: every holder's blocks, as its events tell. `_recent`
+is what was just routed to workers whose events are believed; it counts for `prediction_s`: by then the event
+has come, or the engine kept nothing. `_routed` is for workers without believable events: there a
+prediction is all there is, and it stays as long as there is room.
+
+For room, predictions go first, but for a small share that is always theirs; then confirmed blocks go.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+from kvroute.clock import Clock
+from kvroute.conductor.approximate import ApproximateIndex
+from kvroute.conductor.block_index import BlockIndex, make_block_index
+from kvroute.conductor.recent import RecentPredictions
+from kvroute.types import NO_MATCH, PrefixMatch, PromptKeys
+
+PREDICTED_SHARE = 1 / 16
+"""Of the bound: kept for predictions even where confirmed blocks alone would fill it all."""
+EVICT_TO = 0.9
+"""Of their bound: how far confirmed blocks are evicted once they are over it, so that it is done rarely."""
+MIN_BYTES = 2**20
+REMEMBERED_REMOVALS = 4096
+
+
+class Holder(Struct, frozen=True, gc=False):
+    """What answers for a set of blocks: one data-parallel rank of one incarnation of an engine."""
+
+    worker_id: str
+    dp_rank: int = 0
+
+
+class HolderMatch(Struct, frozen=True, gc=False):
+    """What one holder has confirmed of a prompt: contiguous tokens from its start."""
+
+    holder: Holder
+    block_tokens: int
+    gpu_tokens: int
+    """In the GPU alone; the next two in their tiers alone."""
+    cpu_tokens: int
+    disk_tokens: int
+    gpu_cpu_tokens: int
+    """Each block in GPU or CPU memory."""
+    confirmed_tokens: int
+    """Each block in any of the tiers."""
+    probable_tokens: int
+    """Each block in any of them, or probably in a tier of that engine that sends no events."""
+
+
+@dataclass(slots=True)
+class _Held:
+    slot: int
+    block_tokens: int
+    silent_tier_blocks: int
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    ranks: dict[Holder, _Held] = field(default_factory=dict)
+    exact: bool = False
+
+
+class PrefixIndex:
+    """One thread owns it and nothing waits. Worker ids are incarnations: one that was removed never returns.
+
+    `prediction_s`: how long a worker whose events are believed may take to confirm what was routed to it.
+    Call `sweep` after each slice of events: it also keeps the bound.
+    """
+
+    def __init__(self, max_bytes: int, clock: Clock, prediction_s: float = 10.0) -> None:
+        if max_bytes < MIN_BYTES:
+            raise ValueError(f"max_bytes must be at least {MIN_BYTES}, not {max_bytes}")
+        if not prediction_s >= 0:
+            raise ValueError(f"prediction_s must be 0 or more, not {prediction_s}")
+        self.max_bytes = max_bytes
+        self.blocks: BlockIndex = make_block_index()
+        """Confirmed blocks. Events are applied to it directly, see `slot`."""
+        self.evicted_confirmed = 0
+        """Counter: confirmed and probable blocks dropped for room."""
+        self._recent = RecentPredictions(clock, prediction_s)
+        self._evicted_recent = 0
+        self._routed = ApproximateIndex(max_bytes)
+        self._workers: dict[str, _Worker] = {}
+        self._removed: dict[str, None] = {}
+        self._holders: dict[int, tuple[Holder, int]] = {}
+        """Slot of `blocks` -> (holder, its tokens per block)."""
+
+    # Holders
+
+    def add_holder(self, holder: Holder, block_tokens: int, silent_tier_blocks: int = 0) -> None:
+        """Expect events of `holder`. Known already: it stays, but with another block size it starts empty.
+
+        `silent_tier_blocks`: size of a lower tier of the engine that sends no events; 0 is none. A worker's
+        first holder makes it one whose events are believed. A removed worker's is ignored.
+        """
+        if block_tokens < 1:
+            raise ValueError(f"block_tokens must be at least 1, not {block_tokens}")
+        worker = self._worker(holder.worker_id)
+        if worker is None:
+            return
+        if not worker.ranks:
+            self.believe_events(holder.worker_id, True)
+        held = worker.ranks.get(holder)
+        if held is not None and held.block_tokens == block_tokens:
+            held.silent_tier_blocks = silent_tier_blocks
+            self.blocks.set_silent_tier(held.slot, silent_tier_blocks)
+            return
+        if held is not None:
+            self._close(held)
+        worker.ranks[holder] = self._open(holder, block_tokens, silent_tier_blocks)
+
+    def clear(self, holder: Holder) -> None:
+        """The engine dropped its cache or restarted: nothing of `holder`, and no prediction of its worker,
+        counts from now on. Its slot is a new one. An unknown holder is ignored.
+        """
+        worker = self._workers.get(holder.worker_id)
+        held = worker.ranks.get(holder) if worker is not None else None
+        if worker is None or held is None:
+            return
+        self._close(held)
+        worker.ranks[holder] = self._open(holder, held.block_tokens, held.silent_tier_blocks)
+        self._forget_predictions(holder.worker_id)
+
+    def remove_worker(self, worker_id: str) -> None:
+        """Forget all ranks and predictions of an incarnation for good; later news of it is ignored."""
+        self._removed[worker_id] = None
+        if len(self._removed) > REMEMBERED_REMOVALS:
+            del self._removed[next(iter(self._removed))]
+        worker = self._workers.pop(worker_id, None)
+        if worker is not None:
+            for held in worker.ranks.values():
+                self._close(held)
+            self._forget_predictions(worker_id)
+
+    def believe_events(self, worker_id: str, exact: bool) -> None:
+        """Whether predictions for this worker live for `prediction_s` (True) or as long as there is room."""
+        worker = self._worker(worker_id)
+        if worker is not None and worker.exact != exact:
+            worker.exact = exact
+            if exact:
+                self._routed.clear_worker(worker_id)
+
+    def holders_of(self, worker_id: str) -> list[Holder]:
+        """The ranks added; empty for a worker without events, an unknown or a removed one."""
+        worker = self._workers.get(worker_id)
+        return [] if worker is None else list(worker.ranks)
+
+    def slot(self, holder: Holder) -> int:
+        """Where `blocks` keeps what `holder` has; another one after `clear`. Raises `KeyError` if unknown."""
+        return self._workers[holder.worker_id].ranks[holder].slot
+
+    def _worker(self, worker_id: str) -> _Worker | None:
+        """The books of a worker, opened if need be; None for a removed one."""
+        worker = self._workers.get(worker_id)
+        if worker is None and worker_id not in self._removed:
+            worker = self._workers[worker_id] = _Worker()
+        return worker
+
+    def _open(self, holder: Holder, block_tokens: int, silent_tier_blocks: int) -> _Held:
+        held = _Held(self.blocks.open(), block_tokens, silent_tier_blocks)
+        self.blocks.set_silent_tier(held.slot, silent_tier_blocks)
+        self._holders[held.slot] = holder, block_tokens
+        return held
+
+    def _close(self, held: _Held) -> None:
+        self.blocks.retire(held.slot)
+        del self._holders[held.slot]
+
+    # Predictions
+
+    def predict(self, worker_id: str, keys: PromptKeys) -> None:
+        """Note that a prompt was just routed to this worker. A very long one is noted in part."""
+        worker = self._worker(worker_id)
+        chain = keys.keys
+        if worker is None or not chain:
+            return
+        if worker.exact:
+            self._recent.add(worker_id, pack_keys(chain)[: self.max_bytes // 128 * 8])
+        else:
+            self._routed.insert(worker_id, chain)
+        self._keep_bound()
+
+    def _forget_predictions(self, worker_id: str) -> None:
+        self._recent.forget(worker_id)
+        self._routed.clear_worker(worker_id)
+
+    # Answers
+
+    def match(
+        self, keys_by_block_tokens: Mapping[int, PromptKeys], worker_ids: Sequence[str]
+    ) -> list[PrefixMatch]:
+        """What each worker is thought to hold of one prompt, parallel to the ids.
+
+        The prompt is keyed once per block size in the fleet. Of several ranks the best counts.
+        """
+        self._recent.expire()
+        confirmed: dict[str, HolderMatch] = {}
+        predicted: dict[str, int] = {}
+        for block_tokens, keys in keys_by_block_tokens.items():
+            if not keys.keys:
+                continue
+            packed = pack_keys(keys.keys)
+            for row in self._lookup(block_tokens, packed):
+                best = confirmed.get(row.holder.worker_id)
+                if best is None or _better(row, best):
+                    confirmed[row.holder.worker_id] = row
+            found = [*self._recent.match(packed)]
+            if self._routed.entries:
+                found += zip(worker_ids, self._routed.match(keys.keys, worker_ids), strict=True)
+            for worker_id, blocks in found:
+                predicted[worker_id] = max(predicted.get(worker_id, 0), blocks * block_tokens)
+        return [self._combined(confirmed.get(name), predicted.get(name, 0)) for name in worker_ids]
+
+    def _combined(self, row: HolderMatch | None, predicted_tokens: int) -> PrefixMatch:
+        if row is None:
+            if not predicted_tokens:
+                return NO_MATCH
+            return PrefixMatch(predicted_tokens, predicted_tokens=predicted_tokens)
+        several = len(self._workers[row.holder.worker_id].ranks) > 1
+        return PrefixMatch(
+            tokens=max(row.probable_tokens, predicted_tokens),
+            gpu_tokens=row.gpu_tokens,
+            cpu_tokens=row.gpu_cpu_tokens,
+            confirmed_tokens=row.confirmed_tokens,
+            predicted_tokens=predicted_tokens,
+            dp_rank=row.holder.dp_rank if several else None,
+        )
+
+    def lookup(self, keys_by_block_tokens: Mapping[int, PromptKeys]) -> list[HolderMatch]:
+        """Every holder that has confirmed the start of a prompt, or probably has it; predictions apart."""
+        return [
+            row
+            for block_tokens, keys in keys_by_block_tokens.items()
+            for row in self._lookup(block_tokens, pack_keys(keys.keys))
+        ]
+
+    def _lookup(self, block_tokens: int, packed: bytes) -> Iterable[HolderMatch]:
+        for slot, *counts in self.blocks.match(packed):
+            holder, held_block_tokens = self._holders[slot]
+            if held_block_tokens == block_tokens:
+                yield HolderMatch(holder, block_tokens, *(count * block_tokens for count in counts))
+
+    def held_blocks(self, worker_id: str) -> int:
+        """Blocks confirmed in every rank and tier, and those of predictions that stay."""
+        worker = self._workers.get(worker_id)
+        held = [] if worker is None else worker.ranks.values()
+        return self._routed.held_blocks(worker_id) + sum(sum(self.blocks.held(one.slot)[:3]) for one in held)
+
+    # Upkeep
+
+    @property
+    def entries(self) -> int:
+        """Gauge: confirmed (holder, tier, block) triples, and distinct blocks of predictions."""
+        return self.blocks.entries + self._recent.entries + self._routed.entries
+
+    @property
+    def bytes_used(self) -> int:
+        """Gauge: memory of all parts."""
+        return self.blocks.bytes_used + self._predicted_bytes
+
+    @property
+    def _predicted_bytes(self) -> int:
+        return self._recent.bytes_used + self._routed.estimated_bytes
+
+    @property
+    def evicted_predicted(self) -> int:
+        """Counter: blocks of predictions dropped for room."""
+        return self._evicted_recent + self._routed.evicted_blocks
+
+    @property
+    def evicted_blocks(self) -> int:
+        """Counter: all that was dropped for room."""
+        return self.evicted_confirmed + self.evicted_predicted
+
+    def sweep(self, blocks: int = 4096) -> bool:
+        """Expire predictions, clear what was retired from so many blocks, and keep the bound.
+
+        True while there is more to clear.
+        """
+        self._recent.expire()
+        more = self.blocks.sweep(blocks)
+        more |= self._recent.sweep(blocks)
+        more |= self._routed.sweep(blocks)
+        self._keep_bound()
+        return more
+
+    def _keep_bound(self) -> None:
+        confirmed_limit = int(self.max_bytes * (1 - PREDICTED_SHARE))
+        if self.blocks.bytes_used > confirmed_limit:
+            while self.blocks.sweep():
+                pass
+            if self.blocks.bytes_used > confirmed_limit:
+                self.evicted_confirmed += self.blocks.evict(int(confirmed_limit * EVICT_TO))
+        room = self.max_bytes - self.blocks.bytes_used
+        while len(self._recent) and self._predicted_bytes > room:
+            self._evicted_recent += self._recent.drop_oldest()
+        self._routed.evict(room - self._recent.bytes_used)
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` if an invariant is broken. Looks at everything: for tests and idle time."""
+        self.blocks.check_integrity()
+        self._recent.check_integrity()
+        self._routed.check_integrity()
+        slots = {
+            held.slot: (holder, held.block_tokens)
+            for worker in self._workers.values()
+            for holder, held in worker.ranks.items()
+        }
+        assert slots == self._holders, "slots of holders differ"
+        assert not self._removed.keys() & self._workers.keys(), "a removed worker has books"
+
+    def __repr__(self) -> str:
+        return (
+            f"<PrefixIndex workers={len(self._workers)} holders={len(self._holders)} entries={self.entries} "
+            f"bytes={self.bytes_used}/{self.max_bytes} evicted={self.evicted_blocks}>"
+        )
+
+
+def pack_keys(keys: Sequence[int]) -> bytes:
+    """Keys as `BlockIndex` takes them."""
+    return array("Q", keys).tobytes()
+
+
+def _better(row: HolderMatch, best: HolderMatch) -> bool:
+    return (row.probable_tokens, row.gpu_tokens) > (best.probable_tokens, best.gpu_tokens)
