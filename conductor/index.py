@@ -152,6 +152,17 @@ class PrefixIndex:
         worker = self._workers.get(worker_id)
         return [] if worker is None else list(worker.ranks)
 
+    def block_tokens(self, holder: Holder) -> int | None:
+        """Its tokens per block; None for an unknown holder."""
+        worker = self._workers.get(holder.worker_id)
+        held = None if worker is None else worker.ranks.get(holder)
+        return None if held is None else held.block_tokens
+
+    @property
+    def block_sizes(self) -> set[int]:
+        """Tokens per block of all holders: what a prompt must be keyed by to ask them all."""
+        return {block_tokens for _, block_tokens in self._holders.values()}
+
     def slot(self, holder: Holder) -> int:
         """Where `blocks` keeps what `holder` has; another one after `clear`. Raises `KeyError` if unknown."""
         return self._workers[holder.worker_id].ranks[holder].slot
