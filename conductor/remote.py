@@ -314,12 +314,13 @@ class RemoteConductor:
 
 
 def _batches(messages: Sequence[wire.Message]) -> list[list[wire.Message]]:
-    """In order, cut where the keys of a batch pass `FRAME_GOAL_BYTES`."""
+    """In order, cut where a batch passes `FRAME_GOAL_BYTES` or has all the messages a frame may."""
     batches: list[list[wire.Message]] = [[]]
     size = 0
     for message in messages:
         part = _key_bytes(message)
-        if batches[-1] and size + part > FRAME_GOAL_BYTES:
+        full = len(batches[-1]) == wire.MAX_MESSAGES or size + part > FRAME_GOAL_BYTES
+        if batches[-1] and full:
             batches.append([])
             size = 0
         batches[-1].append(message)

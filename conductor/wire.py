@@ -29,6 +29,8 @@ MAX_FRAME_BYTES = 4 * 2**20
 HEADER_BYTES = 4
 KEY_BYTES = 8
 MAX_WORKERS = 4096
+MAX_MESSAGES = 4096
+"""Of one frame."""
 
 ACCEPTED_ADDRESSES = "accepted: unix:///path/to.sock, tcp://host:port, tcp://[ipv6]:port"
 UNIX_PATH_BYTES = 107
@@ -221,7 +223,7 @@ Request = Hello | Match | Predict | Observe | Follow | Unfollow
 Answer = Hello | Matched | Followed
 
 _encoder = msgspec.msgpack.Encoder()
-requests_decoder = msgspec.msgpack.Decoder(list[Request])
+requests_decoder = msgspec.msgpack.Decoder(Annotated[list[Request], Meta(max_length=MAX_MESSAGES)])
 answers_decoder = msgspec.msgpack.Decoder(list[Answer])
 
 
