@@ -1,0 +1,111 @@
+"""Which leaf goes first. All are O(log n) per call."""
+
+from __future__ import annotations
+
+import math
+from heapq import heapify, heappop, heappush
+
+from kvroute.conductor.tiers.base import BlockInfo
+from kvroute.conductor.tiers.frequency import FrequencySketch
+from kvroute.conductor.tiers.value import Costs
+
+_Entry = tuple[tuple[float, ...], int, BlockInfo]
+
+
+class _Ranked:
+    """Offered blocks in order of rank, the lowest first; ties go to the one offered first."""
+
+    def __init__(self) -> None:
+        self._heap: list[_Entry] = []
+        # What is withdrawn stays in the heap until it comes to its top or the heap is half waste.
+        self._tickets: dict[int, int] = {}
+        self._next_ticket = 0
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def record(self, block: BlockInfo) -> None:
+        """Nothing to note: the block knows its reads and its last access."""
+
+    def offer(self, block: BlockInfo) -> None:
+        self._next_ticket += 1
+        self._tickets[block.key] = self._next_ticket
+        heappush(self._heap, (self._rank(block), self._next_ticket, block))
+        if len(self._heap) > 2 * len(self._tickets) + 64:
+            self._heap = [entry for entry in self._heap if self._is_current(entry)]
+            heapify(self._heap)
+
+    def withdraw(self, key: int) -> None:
+        self._tickets.pop(key, None)
+
+    def victim(self, newcomer: BlockInfo, now_s: float) -> int | None:
+        while self._heap and not self._is_current(self._heap[0]):
+            heappop(self._heap)
+        if not self._heap or not self._yields(self._heap[0], newcomer, now_s):
+            return None
+        key = heappop(self._heap)[2].key
+        del self._tickets[key]
+        return key
+
+    def _is_current(self, entry: _Entry) -> bool:
+        return self._tickets.get(entry[2].key) == entry[1]
+
+    def _rank(self, block: BlockInfo) -> tuple[float, ...]:
+        """Lowest goes first; never changes while the block lies unasked."""
+        raise NotImplementedError
+
+    def _yields(self, lowest: _Entry, newcomer: BlockInfo, now_s: float) -> bool:
+        """Whether the lowest makes room for the newcomer."""
+        return True
+
+
+class LRU(_Ranked):
+    """The one not asked for the longest. Simple, good for sessions, and washed out by a scan."""
+
+    def _rank(self, block: BlockInfo) -> tuple[float, ...]:
+        return (block.last_access_s, -block.depth)
+
+
+class LFU(_Ranked):
+    """The one read least since it was computed; what was hot long ago stays long."""
+
+    def _rank(self, block: BlockInfo) -> tuple[float, ...]:
+        return (block.reads, block.last_access_s, -block.depth)
+
+
+class TinyLFU(LRU):
+    """LRU, but a newcomer must have been asked for more often of late than the block that would go.
+
+    Frequencies cover blocks held or not (`FrequencySketch`), so what is new and asked for gets in.
+    """
+
+    def __init__(self, sketch_entries: int = 65_536) -> None:
+        super().__init__()
+        self._sketch = FrequencySketch(sketch_entries)
+
+    def record(self, block: BlockInfo) -> None:
+        """Count the access."""
+        self._sketch.add(block.key)
+
+    def _yields(self, lowest: _Entry, newcomer: BlockInfo, now_s: float) -> bool:
+        return self._sketch.count(newcomer.key) > self._sketch.count(lowest[2].key)
+
+
+class ValuePerByte(_Ranked):
+    """The one worth least per byte (`Costs`); a newcomer worth less, its writing counted, is not written."""
+
+    def __init__(self, **costs: float) -> None:
+        super().__init__()
+        self._costs = Costs(**costs)
+
+    def _rank(self, block: BlockInfo) -> tuple[float, ...]:
+        """Log2 of the value at time 0, the writing being spent: all fade alike, so the order keeps."""
+        at_once = self._costs.expected_reuses(block, block.last_access_s) * self._costs.saved_s(block)
+        if at_once <= 0:
+            return (-math.inf, block.last_access_s, -block.depth)
+        faded = math.log2(at_once / block.bytes) + block.last_access_s / self._costs.half_life_s
+        return (faded, block.last_access_s, -block.depth)
+
+    def _yields(self, lowest: _Entry, newcomer: BlockInfo, now_s: float) -> bool:
+        held = 2 ** (lowest[0][0] - now_s / self._costs.half_life_s)
+        return self._costs.value_per_byte(newcomer, now_s) > held
