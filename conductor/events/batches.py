@@ -33,7 +33,7 @@ class Stored(Struct, frozen=True, gc=False):
     block_tokens: int
     tier: Tier | None
     """None: a medium that is not known."""
-    lora_id: int | None = None
+    lora_id: int | str | None = None
     lora_name: str | None = None
     extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
     """By block, as the engine lists them; None when no block has any."""
@@ -103,7 +103,7 @@ def tier_of(medium: str | None) -> Tier | None:
 def fold(hashes: Sequence[int | bytes]) -> bytes:
     """Engine hashes as packed u64."""
     try:
-        return array("Q", hashes).tobytes()  # type: ignore[arg-type]
+        return array("Q", hashes).tobytes()  # type: ignore[type-var]
     except (TypeError, OverflowError):
         return array("Q", [fold_one(hash) for hash in hashes]).tobytes()
 

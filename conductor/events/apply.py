@@ -1,0 +1,323 @@
+"""Events of one holder into the index: hashes to keys, groups, sizes, orphans. Pure but for the index.
+
+Our keys come from the event's token ids and the parent's key; nothing depends on how the engine hashes.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+
+import msgspec
+
+from kvroute.conductor.events.batches import Batch, Cleared, Removed, StoreChange, Stored
+from kvroute.conductor.events.identity import Identity, identify
+from kvroute.conductor.events.orphans import Orphans
+from kvroute.conductor.events.pages import Pages
+from kvroute.conductor.index import Holder, PrefixIndex
+from kvroute.conductor.keys import Namespace, chain_keys
+
+log = logging.getLogger(__name__)
+
+DENSE = (None, "full_attention", "mla_attention", "sink_full_attention")
+"""Kinds of attention whose blocks can be reused as a prefix; None is an engine that has no other."""
+INSISTENCE = 64
+"""Events in a row of another block size after which the engine is believed."""
+_ROOTS = 1024
+_OBJECTS = 100_000
+
+Resolve = Callable[[int], tuple[int, int] | None]
+"""Hash -> (key, tokens per block) where any engine knows it: objects of a store are named by engines."""
+
+
+class Applier:
+    """Of one holder.
+
+    Counters are in `counts`: orphans (blocks parked), orphan_removals, unresolved (blocks named by a hash
+    that is not known), foreign_groups (events), unknown_media (events), unknown_extras, block_size_changes,
+    block_size_refused (events), clears.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        holder: Holder,
+        namespace: Namespace,
+        *,
+        block_tokens: int | None = None,
+        min_block_tokens: int = 1,
+        silent_tier_blocks: int = 0,
+        parked_bytes: int = 4 * 2**20,
+        parked_s: float = 30.0,
+        resolve: Resolve | None = None,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.orphans = Orphans(parked_bytes, parked_s)
+        self.silent_tier_blocks = silent_tier_blocks
+        self._index = index
+        self._blocks = index.blocks
+        self._holder = holder
+        self._namespace = namespace
+        self._min_block_tokens = min_block_tokens
+        self._resolve = resolve
+        self._roots: OrderedDict[tuple[str | None, str | None], int] = OrderedDict()
+        self._objects: OrderedDict[str, bytes] = OrderedDict()
+        self._pages: Pages | None = None
+        self._slot: int | None = None
+        self._said_tokens = 0
+        """Block size of the engine's events since the last clear; 0 before any."""
+        self._other_sizes = 0
+        self._group: int | None = None
+        self._groups: set[int] = set()
+        """Of dense attention, as far as seen; `_group` is the one that counts."""
+        self._block_tokens = 0
+        if block_tokens is not None:
+            self._open(block_tokens)
+
+    def apply(self, batch: Batch, now_s: float) -> None:
+        """Bring a batch in. News of a removed worker is ignored."""
+        self.orphans.expire(now_s)
+        if self._slot is not None:
+            self._attach()  # another holder has the slot's number once this one was removed
+        for event in batch.events:
+            if isinstance(event, Stored):
+                self._stored(event, now_s)
+            elif isinstance(event, Removed):
+                self._removed(event)
+            elif isinstance(event, Cleared):
+                self.clear()
+            else:
+                self._changed(event)
+
+    def clear(self) -> None:
+        """The holder has nothing any more."""
+        self.counts["clears"] += 1
+        self.orphans.clear()
+        self._objects.clear()
+        self._said_tokens = self._other_sizes = 0
+        self._group = None
+        self._groups.clear()
+        self._pages = None
+        if self._slot is not None:
+            self._index.clear(self._holder)
+            self._attach()
+
+    # Stored
+
+    def _stored(self, event: Stored, now_s: float) -> None:
+        if not self._counts_as_residency(event):
+            return
+        if not event.token_ids:
+            self._stored_by_name(event)
+            return
+        if not self._fits(event.block_tokens) or self._slot is None:
+            return
+        parent = event.parent
+        if parent is not None and not self._known(parent):
+            self.counts["orphans"] += len(event.hashes) // 8
+            self.orphans.park(parent, event, now_s)
+            return
+        self._store(event)
+        if self.orphans:
+            self._adopt(event, now_s)
+
+    def _store(self, event: Stored) -> None:
+        """The parent is known."""
+        assert self._slot is not None
+        assert event.tier is not None
+        identity = identify(event)
+        self.counts["unknown_extras"] += identity.guessed
+        if self._pages is not None:
+            hashes = array("Q", event.hashes)
+            root = 0 if event.parent is not None else self._root(identity)
+            self._pages.store(event.tier, event.parent, root, hashes, event.token_ids, identity.extras)
+            return
+        if event.parent is None:
+            parent_key, seed = None, self._root(identity)
+        else:
+            parent_key = self._blocks.key_of(self._slot, event.parent)
+            seed = parent_key or 0
+        keys = chain_keys(event.token_ids, seed, event.block_tokens, identity.extras)
+        self._blocks.store(self._slot, event.tier, parent_key, event.hashes, array("Q", keys).tobytes())
+
+    def _stored_by_name(self, event: Stored) -> None:
+        """Blocks that are known in some tier are in another one too; the event says no more."""
+        parent_key = self._key(event.parent) if event.parent is not None else None
+        for block_hash in memoryview(event.hashes).cast("Q"):
+            one = array("Q", (block_hash,)).tobytes()
+            if self._known(block_hash):
+                parent_key = self._store_known(event, block_hash, one, parent_key)
+            elif block_hash in self.orphans:
+                self.orphans.note(block_hash, msgspec.structs.replace(event, hashes=one))
+            else:
+                self.counts["unresolved"] += 1
+                parent_key = None
+
+    def _store_known(self, event: Stored, block_hash: int, one: bytes, parent_key: int | None) -> int | None:
+        assert self._slot is not None
+        assert event.tier is not None
+        if self._pages is not None:
+            self._pages.count(event.tier, block_hash)
+            return None
+        key = self._blocks.key_of(self._slot, block_hash)
+        self._blocks.store(self._slot, event.tier, parent_key, one, array("Q", (key or 0,)).tobytes())
+        return key
+
+    def _adopt(self, event: Stored, now_s: float) -> None:
+        """Apply what waited for the blocks of this event, and what waited for those."""
+        arrived = list(memoryview(event.hashes).cast("Q"))
+        while arrived:
+            for waiting in self.orphans.take(arrived.pop()):
+                if isinstance(waiting, Removed):
+                    self._removed(waiting)
+                elif not waiting.token_ids:
+                    self._stored_by_name(waiting)
+                else:
+                    self._store(waiting)
+                    arrived += memoryview(waiting.hashes).cast("Q")
+
+    def _counts_as_residency(self, event: Stored) -> bool:
+        """One dense group stands for all, the first seen: their blocks come and go alike."""
+        if event.tier is None:
+            self.counts["unknown_media"] += 1
+            return False
+        if event.kind not in DENSE:
+            self.counts["foreign_groups"] += 1
+            return False
+        if event.group is not None:
+            if self._group is None:
+                self._group = event.group
+            self._groups.add(event.group)
+            if event.group != self._group:
+                self.counts["foreign_groups"] += 1
+                return False
+        return True
+
+    # Removed
+
+    def _removed(self, event: Removed) -> None:
+        if event.tier is None:
+            self.counts["unknown_media"] += 1
+            return
+        # Blocks of sliding-window and other groups have the same names as those of the dense one.
+        if event.group is not None and self._groups and event.group not in self._groups:
+            self.counts["foreign_groups"] += 1
+            return
+        if self._slot is None:
+            return
+        if self._pages is None and not self.orphans:
+            resolved = self._blocks.remove(self._slot, event.tier, event.hashes)
+            missed = len(event.hashes) // 8 - resolved
+        else:
+            missed = sum(not self._remove_one(event, name) for name in memoryview(event.hashes).cast("Q"))
+        if event.group in (None, self._group):
+            self.counts["orphan_removals"] += missed
+
+    def _remove_one(self, event: Removed, block_hash: int) -> bool:
+        assert self._slot is not None
+        assert event.tier is not None
+        one = array("Q", (block_hash,)).tobytes()
+        if self._pages is not None and self._pages.remove(event.tier, block_hash):
+            return True
+        if self._pages is None and self._blocks.remove(self._slot, event.tier, one):
+            return True
+        if block_hash in self.orphans:
+            self.orphans.note(block_hash, Removed(one, event.tier, event.group))
+            return True
+        return False
+
+    # Stores
+
+    def _changed(self, event: StoreChange) -> None:
+        """The master of a store names objects by the engines' hashes."""
+        if event.tier is None:
+            self.counts["unknown_media"] += 1
+            return
+        if event.action == "cleared":
+            self.clear()
+            return
+        hashes = event.hashes
+        if event.object_key:
+            if event.action == "removed":
+                hashes = hashes or self._objects.pop(event.object_key, b"")
+            else:
+                self._objects[event.object_key] = hashes
+                if len(self._objects) > _OBJECTS:
+                    self._objects.popitem(last=False)
+        if event.action == "removed":
+            resolved = 0 if self._slot is None else self._blocks.remove(self._slot, event.tier, hashes)
+            self.counts["orphan_removals"] += len(hashes) // 8 - resolved
+            return
+        for block_hash in memoryview(hashes).cast("Q"):
+            self._store_object(event.tier, block_hash)
+
+    def _store_object(self, tier: int, block_hash: int) -> None:
+        found = None if self._resolve is None else self._resolve(block_hash)
+        if found is None:
+            self.counts["unresolved"] += 1
+            return
+        key, block_tokens = found
+        if self._fits(block_tokens) and self._slot is not None:
+            name, packed = array("Q", (block_hash,)).tobytes(), array("Q", (key,)).tobytes()
+            self._blocks.store(self._slot, tier, None, name, packed)
+
+    # What an event is measured by
+
+    def _fits(self, block_tokens: int) -> bool:
+        """Whether the event's blocks are of the size that the holder's have; the first event sets it."""
+        if block_tokens == self._said_tokens:
+            self._other_sizes = 0
+            return True
+        if self._said_tokens:
+            self._other_sizes += 1
+            if self._other_sizes < INSISTENCE:
+                self.counts["block_size_refused"] += 1
+                return False
+        self._open(block_tokens)
+        self._said_tokens, self._other_sizes = block_tokens, 0
+        return True
+
+    def _open(self, block_tokens: int) -> None:
+        pages = -(-self._min_block_tokens // block_tokens)
+        if self._slot is not None and pages * block_tokens != self._block_tokens:
+            self.counts["block_size_changes"] += 1
+            log.warning(
+                "%s: blocks of %d tokens were expected, its events have %d: it starts empty with these",
+                self._holder,
+                self._block_tokens,
+                block_tokens,
+            )
+        self._block_tokens = pages * block_tokens
+        self._index.add_holder(self._holder, self._block_tokens, self.silent_tier_blocks)
+        self._attach()
+        self.orphans.clear()
+        self._pages = None
+        if pages > 1 and self._slot is not None:
+            self._pages = Pages(self._blocks, self._slot, block_tokens, pages)
+
+    def _attach(self) -> None:
+        try:
+            self._slot = self._index.slot(self._holder)
+        except KeyError:
+            self._slot = None
+
+    def _root(self, identity: Identity) -> int:
+        name = identity.adapter, identity.salt
+        root = self._roots.get(name)
+        if root is None:
+            if len(self._roots) >= _ROOTS:
+                self._roots.popitem(last=False)
+            adapter, salt = name
+            namespace = msgspec.structs.replace(self._namespace, adapter=adapter, cache_salt=salt)
+            root = self._roots[name] = namespace.root("ids")
+        return root
+
+    def _known(self, block_hash: int) -> bool:
+        if self._pages is not None:
+            return block_hash in self._pages
+        return self._key(block_hash) is not None
+
+    def _key(self, block_hash: int) -> int | None:
+        return None if self._slot is None else self._blocks.key_of(self._slot, block_hash)
