@@ -17,11 +17,11 @@ def test_always_admits_the_first_time() -> None:
 def test_second_access_admits_what_was_asked_for_before() -> None:
     policy = SecondAccess(ghost_entries=2)
     verdicts = []
-    for key in (1, 1, 2, 3, 1, 3):
+    for key in (1, 2, 1, 3, 1, 2):
         policy.record(block(key))
         verdicts.append(policy.admit(block(key), 0.0))
-    # Two keys are remembered: 1 was forgotten when 3 came, 3 was not when 1 came back.
-    assert verdicts == [False, True, False, False, False, True]
+    # Two keys are remembered: when 3 came, 2 was forgotten, and not 1, which had been asked for since.
+    assert verdicts == [False, False, True, False, True, False]
     assert not policy.admit(block(9), 0.0)
 
 
