@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from kvroute.clock import Clock
-from kvroute.types import PrefixMatch
+from kvroute.types import NO_MATCH, PrefixMatch
 
 OTHER_MODELS = "other"
 """Takes the requests of models beyond `max_models`."""
@@ -162,17 +162,19 @@ class HitAccount:
         self,
         model: str,
         prompt_tokens: int,
-        match: PrefixMatch,
+        match: PrefixMatch | None,
         block_tokens: int,
         reported_tokens: int | None,
     ) -> None:
-        """A request was answered: its prompt, what the index said of the worker that prefilled it, and what
-        that engine reported as cached (None where it did not)."""
+        """A request was answered: its prompt, what the index said of the worker that prefilled it (None where
+        it was not asked), and what that engine reported as cached (None where it did not)."""
         book = self._books.get(model) or self._open(model)
         slice = int(self._clock() / self._slice_s)
         if slice != book.slice:
             book.turn(slice, self._slices)
         now = book.now
+        foretold = match is not None
+        match = match or NO_MATCH
         usable = min(match.tokens, max(0, prompt_tokens - 1) // block_tokens * block_tokens)
         if reported_tokens is None:
             now.unreported_requests += 1
@@ -182,16 +184,8 @@ class HitAccount:
             if not 0 <= skipped <= prompt_tokens:
                 now.implausible_reports += 1
                 skipped = min(max(skipped, 0), prompt_tokens)
-            error = usable - skipped
-            now.compared_requests += 1
-            now.predicted_tokens += usable
-            now.reported_tokens += skipped
-            if error > 0:
-                now.over_predicted += 1
-                now.absolute_error_tokens += error
-            elif error:
-                now.under_predicted += 1
-                now.absolute_error_tokens -= error
+            if foretold:
+                _compare(now, usable, skipped)
         now.requests += 1
         now.prompt_tokens += prompt_tokens
         now.usable_tokens += usable
@@ -224,6 +218,19 @@ class HitAccount:
             cost = self._costs.get(model, PrefillCost())
             book = self._books[model] = _Book(cost, int(self._clock() / self._slice_s))
         return book
+
+
+def _compare(now: HitFigures, predicted: int, reported: int) -> None:
+    error = predicted - reported
+    now.compared_requests += 1
+    now.predicted_tokens += predicted
+    now.reported_tokens += reported
+    if error > 0:
+        now.over_predicted += 1
+        now.absolute_error_tokens += error
+    elif error:
+        now.under_predicted += 1
+        now.absolute_error_tokens -= error
 
 
 def _count_hit(now: HitFigures, skipped: int, match: PrefixMatch, cost: PrefillCost) -> None:

@@ -183,3 +183,12 @@ def test_random_requests_against_plain_sums() -> None:
 def test_settings_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="window_s must be above 0"):
         HitAccount(Ticks(), window_s=0.0)
+
+
+def test_where_the_index_was_not_asked_nothing_was_foretold_wrongly() -> None:
+    account = HitAccount(Ticks())
+    account.observe("m", 100, None, 16, 64)
+    account.observe("m", 100, None, 16, None)
+    figures = total(account)
+    assert (figures.requests, figures.skipped_tokens, figures.unreported_requests) == (2, 64, 1)
+    assert (figures.compared_requests, figures.under_predicted, figures.unconfirmed_tokens) == (0, 0, 64)
