@@ -8,13 +8,14 @@ follow the same engine share one instance, and what each of them routes is known
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 import structlog
+from msgspec import Struct
 
-from kvroute.clock import Clock, monotonic
 from kvroute.conductor.events import EventFeed, EventSource, Watermark
 from kvroute.conductor.index import PrefixIndex
 from kvroute.conductor.keys import Namespace
@@ -38,8 +39,7 @@ class ConductorError(Exception):
         self.status = status
 
 
-@dataclass(frozen=True, slots=True)
-class Service:
+class Service(Struct, frozen=True, tag_field="kind", tag="service"):
     """A publisher of KV events that was registered: one data-parallel rank of one instance."""
 
     endpoint: str
@@ -55,7 +55,7 @@ class Service:
 
     @property
     def key(self) -> str:
-        """What it is known by; also its id in the index."""
+        """What it is known by."""
         return f"{self.instance_id}|{self.tenant_id}|{self.dp_rank}"
 
     @property
@@ -65,8 +65,7 @@ class Service:
         return EventSource(self.endpoint, self.replay_endpoint, self.dp_rank, bind="://*" in self.endpoint)
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
+class Engine(Struct, frozen=True, tag_field="kind", tag="engine"):
     """An engine that gateways follow, as they describe it; equal descriptions are one engine."""
 
     url: str
@@ -75,6 +74,14 @@ class Engine:
     block_tokens: int | None = None
     min_block_tokens: int = 16
     silent_tier_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A service and its id in the index, which is another one when the service is registered again."""
+
+    service: Service
+    worker_id: str
 
 
 @dataclass(eq=False, slots=True)
@@ -88,7 +95,7 @@ class Instance:
 
 
 @dataclass(slots=True)
-class Counters:
+class Counts:
     """Since the start."""
 
     matches: int = 0
@@ -97,82 +104,105 @@ class Counters:
     unknown_workers: int = 0
     """News and questions of workers that the connection does not follow."""
     sweeps: int = 0
-    skipped: dict[str, int] = field(default_factory=dict)
+    skipped: Counter[str] = field(default_factory=Counter)
     """Services left out of an answer, by reason."""
 
 
 class Conductor:
     """One thread owns it; `follow`, `register` and `forget` need a running loop."""
 
-    def __init__(
-        self,
-        max_bytes: int,
-        prediction_s: float,
-        *,
-        clock: Clock = monotonic,
-        linger_s: float = LINGER_S,
-        on_trust: Callable[[str, Trust, tuple[str, ...]], None] | None = None,
-    ) -> None:
-        self.index = PrefixIndex(max_bytes, clock, prediction_s)
-        self.feed = EventFeed(self.index, clock=clock, on_trust=on_trust)
-        self.services: dict[str, Service] = {}
+    def __init__(self, index: PrefixIndex, feed: EventFeed, linger_s: float = LINGER_S) -> None:
+        self.index = index
+        self.feed = feed
+        self.registrations: dict[str, Registration] = {}
+        """By the service's key."""
         self.instances: dict[Engine, Instance] = {}
-        self.counters = Counters()
+        self.counts = Counts()
         self._by_endpoint: dict[str, str] = {}
+        self._restoring: set[str] = set()
         self._linger_s = linger_s
         self._numbers = count(1)
         self._sweep_timer: asyncio.TimerHandle | None = None
 
+    def adopt(self, worker: Service | Engine) -> str:
+        """Know an engine from before a restart, by load alone until `begin`; its new id in the index."""
+        worker_id = self._new_worker_id()
+        self._restoring.add(worker_id)
+        if isinstance(worker, Service):
+            self._enter(worker, worker_id)
+        else:
+            self.instances[worker] = Instance(worker, worker_id)
+        return worker_id
+
+    def begin(self, worker_id: str, watermarks: Mapping[int, Watermark] | None) -> None:
+        """Follow the events of an adopted engine: from these watermarks, or from nothing."""
+        self._restoring.discard(worker_id)
+        for worker, known in self.members():
+            if known == worker_id:
+                self._follow_events(worker, worker_id, watermarks)
+                if isinstance(worker, Engine):
+                    instance = self.instances[worker]
+                    instance.followers += 1
+                    self.linger(instance)
+                return
+
+    @property
+    def restoring(self) -> int:
+        """Gauge: engines adopted and not begun."""
+        return len(self._restoring)
+
+    def members(self) -> list[tuple[Service | Engine, str]]:
+        """Whom it follows, with their ids in the index."""
+        registered = [(one.service, one.worker_id) for one in self.registrations.values()]
+        return [*registered, *((one.engine, one.worker_id) for one in self.instances.values())]
+
     # Services, over HTTP.
 
-    def register(self, service: Service, restored: Watermark | None = None) -> None:
+    def register(self, service: Service) -> None:
         """Follow a publisher. The same one again changes nothing; another under its key is refused."""
-        known = self.services.get(service.key)
-        if known == service:
-            return
+        known = self.registrations.get(service.key)
         if known is not None:
+            if known.service == service:
+                return
             raise ConductorError(
                 409, f"instance_id: {service.key} is registered with other fields; unregister it first"
             )
         holder = self._by_endpoint.get(service.endpoint)
         if holder is not None:
             raise ConductorError(409, f"endpoint: {service.endpoint} is registered already, by {holder}")
-        if len(self.services) >= MAX_SERVICES:
+        if len(self.registrations) >= MAX_SERVICES:
             raise ConductorError(503, f"{MAX_SERVICES} services are registered, which is the limit")
+        worker_id = self._new_worker_id()
         try:
-            self.feed.follow(
-                service.key,
-                [service.source],
-                Namespace(model=service.modelname, adapter=service.lora_name or None),
-                block_tokens=service.block_size,
-                restored=None if restored is None else {service.dp_rank: restored},
-            )
+            self._follow_events(service, worker_id)
         except ValueError as error:
             raise ConductorError(400, str(error)) from None
-        self.services[service.key] = service
+        self._enter(service, worker_id)
+        log.info("service registered", service=service.key, endpoint=service.endpoint, worker=worker_id)
+
+    def _enter(self, service: Service, worker_id: str) -> None:
+        self.registrations[service.key] = Registration(service, worker_id)
         self._by_endpoint[service.endpoint] = service.key
-        log.info("service registered", service=service.key, endpoint=service.endpoint)
 
     def unregister(self, key: str) -> None:
         """Stop to follow a service; `ConductorError` 404 when there is none of that key."""
-        service = self.services.pop(key, None)
-        if service is None:
+        known = self.registrations.pop(key, None)
+        if known is None:
             raise ConductorError(404, f"service not found: {key}")
-        del self._by_endpoint[service.endpoint]
-        self._forget(key)
+        del self._by_endpoint[known.service.endpoint]
+        self._forget(known.worker_id)
         log.info("service unregistered", service=key)
 
     # Instances, over the lookup socket.
 
-    def follow(self, engine: Engine, restored: Mapping[int, Watermark] | None = None) -> Instance:
+    def follow(self, engine: Engine) -> Instance:
         """One more gateway follows `engine`. Raises `ValueError` that says why it cannot be followed."""
         instance = self.instances.get(engine)
         if instance is None:
             if len(self.instances) >= MAX_INSTANCES:
                 raise ValueError(f"{MAX_INSTANCES} engines are followed, which is the limit")
-            instance = Instance(engine, f"followed:{next(self._numbers)}")
-            if engine.sources:
-                self._follow_events(instance, restored)
+            instance = Instance(engine, self._new_worker_id())
+            self._follow_events(engine, instance.worker_id)
             self.instances[engine] = instance
         instance.followers += 1
         return instance
@@ -188,7 +218,7 @@ class Conductor:
             self._drop(instance)
         elif not instance.engine.sources:
             self._forget(instance.worker_id)
-            instance.worker_id = f"followed:{next(self._numbers)}"
+            instance.worker_id = self._new_worker_id()
 
     def linger(self, instance: Instance) -> None:
         """A gateway's connection ended. Nothing is said of the engine, so it is kept for a while."""
@@ -201,28 +231,39 @@ class Conductor:
             del self.instances[instance.engine]
             self._forget(instance.worker_id)
 
-    def _follow_events(self, instance: Instance, restored: Mapping[int, Watermark] | None) -> None:
-        engine = instance.engine
-        self.feed.follow(
-            instance.worker_id,
-            engine.sources,
-            engine.namespace,
-            block_tokens=engine.block_tokens,
-            min_block_tokens=engine.min_block_tokens,
-            silent_tier_blocks=engine.silent_tier_blocks,
-            restored=restored,
-        )
+    def _follow_events(
+        self, worker: Service | Engine, worker_id: str, watermarks: Mapping[int, Watermark] | None = None
+    ) -> None:
+        if isinstance(worker, Service):
+            namespace = Namespace(model=worker.modelname, adapter=worker.lora_name or None)
+            self.feed.follow(
+                worker_id, [worker.source], namespace, block_tokens=worker.block_size, restored=watermarks
+            )
+        elif worker.sources:
+            self.feed.follow(
+                worker_id,
+                worker.sources,
+                worker.namespace,
+                block_tokens=worker.block_tokens,
+                min_block_tokens=worker.min_block_tokens,
+                silent_tier_blocks=worker.silent_tier_blocks,
+                restored=watermarks,
+            )
+
+    def _new_worker_id(self) -> str:
+        return f"engine-{next(self._numbers)}"
 
     def _forget(self, worker_id: str) -> None:
+        self._restoring.discard(worker_id)
         self.feed.unfollow(worker_id)
         self.index.remove_worker(worker_id)
         if self._sweep_timer is None:
-            self._sweep_timer = asyncio.get_running_loop().call_soon(self._sweep)  # type: ignore[assignment]
+            self._sweep_timer = asyncio.get_running_loop().call_later(0, self._sweep)
 
     def _sweep(self) -> None:
         """Give a removed worker's memory back bit by bit, so that no lookup waits for it."""
         self._sweep_timer = None
-        self.counters.sweeps += 1
+        self.counts.sweeps += 1
         if self.index.sweep():
             self._sweep_timer = asyncio.get_running_loop().call_later(SWEEP_PAUSE_S, self._sweep)
 
@@ -232,7 +273,7 @@ class Conductor:
         self, keys: Iterable[PromptKeys], worker_ids: Sequence[str]
     ) -> Iterable[tuple[PrefixMatch, Trust]]:
         """What workers hold of a prompt, and how far each may be believed; parallel to the ids."""
-        self.counters.matches += 1
+        self.counts.matches += 1
         by_size: dict[int, PromptKeys] = {}
         others: dict[int, PromptKeys] = {}
         for part in keys:  # blocks of bytes may count as many tokens as blocks of ids do
@@ -240,16 +281,20 @@ class Conductor:
         matches = self.index.match(by_size, worker_ids)
         if others:
             matches = list(map(_longer, matches, self.index.match(others, worker_ids)))
-        return zip(matches, map(self.feed.trust, worker_ids), strict=True)
+        return zip(matches, map(self.trust, worker_ids), strict=True)
+
+    def trust(self, worker_id: str) -> Trust:
+        """How far what is known of a worker may be believed."""
+        return Trust.LOAD_ONLY if worker_id in self._restoring else self.feed.trust(worker_id)
 
     def predict(self, worker_id: str, keys: PromptKeys) -> None:
         """A prompt was just routed to this worker."""
-        self.counters.predictions += 1
+        self.counts.predictions += 1
         self.index.predict(worker_id, keys)
 
     def observe(self, worker_id: str, predicted_tokens: int, cached_tokens: int, prompt_tokens: int) -> None:
         """What an engine reported of a prompt, beside what the index had said of it."""
-        self.counters.observations += 1
+        self.counts.observations += 1
         self.feed.observe(worker_id, predicted_tokens, cached_tokens, prompt_tokens)
 
     async def close(self) -> None:

@@ -221,7 +221,7 @@ class _Client(asyncio.Protocol):
     def _known(self, worker_id: str) -> Instance | None:
         instance = self._workers.get(worker_id)
         if instance is None:
-            self._conductor.counters.unknown_workers += 1
+            self._conductor.counts.unknown_workers += 1
         return instance
 
     def _follow(self, request: wire.Follow) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvroute.conductor.core import Conductor, ConductorError, Service
+from kvroute.conductor.core import Conductor, ConductorError, Registration, Service
 from kvroute.conductor.index import Holder, HolderMatch, pack_keys
 from kvroute.conductor.keys import Namespace, token_keys
 from kvroute.types import KeyMode, PromptKeys
@@ -60,35 +60,38 @@ class Scope:
 
 async def by_tokens(conductor: Conductor, scope: Scope, packed_ids: bytes, block_size: int) -> dict[str, Any]:
     """{tenant: {instance: hits}} of packed token ids; raises `ConductorError` for an unknown instance."""
-    services = _services(conductor, scope)
+    members = _members(conductor, scope)
+    groups: dict[int, list[Registration]] = defaultdict(list)
+    for one in members:
+        groups[scope.root(one.service)].append(one)
     rows: dict[str, HolderMatch] = {}
-    for root, members in _grouped(services, scope.root).items():
-        sizes = _block_sizes(conductor, (Holder(one.key, one.dp_rank) for one in members))
+    for root, group in groups.items():
+        sizes = {_block_size(conductor, one) for one in group}
         keys = {size: token_keys(packed_ids, root, size) for size in sizes}
-        names = {one.key for one in members}
+        ids = {one.worker_id for one in group}
         rows |= {
-            row.holder.worker_id: row for row in conductor.index.lookup(keys) if row.holder.worker_id in names
+            row.holder.worker_id: row for row in conductor.index.lookup(keys) if row.holder.worker_id in ids
         }
         await asyncio.sleep(0)
-    return _hits(scope, services, rows, block_size)
+    return _hits(scope, members, rows, block_size)
 
 
 async def by_hashes(
     conductor: Conductor, scope: Scope, hashes: Sequence[int], block_size: int
 ) -> dict[str, Any]:
     """The same by the engines' own block hashes; services of another block size are left out, and counted."""
-    services = _services(conductor, scope)
-    fitting = [one for one in services if one.block_size == block_size]
-    if len(fitting) < len(services):
-        skipped = conductor.counters.skipped
-        skipped["block_size"] = skipped.get("block_size", 0) + len(services) - len(fitting)
+    members = []
     rows = {}
-    for service in fitting:
-        row = _resolved(conductor, Holder(service.key, service.dp_rank), hashes, block_size)
+    for one in _members(conductor, scope):
+        if _block_size(conductor, one) != block_size:
+            conductor.counts.skipped["block_size"] += 1
+            continue
+        members.append(one)
+        row = _resolved(conductor, _holder(one), hashes, block_size)
         if row is not None:
-            rows[service.key] = row
+            rows[one.worker_id] = row
         await asyncio.sleep(0)
-    return _hits(scope, fitting, rows, block_size)
+    return _hits(scope, members, rows, block_size)
 
 
 def lookup(
@@ -99,25 +102,28 @@ def lookup(
     block_tokens: int | None,
 ) -> dict[str, Any]:
     """Every holder of the start of a prompt with tiers and freshness, the longest first."""
+    services = {one.worker_id: one.service for one in conductor.registrations.values()}
     if packed_ids is None:
         assert block_tokens is not None
         given = PromptKeys(KeyMode.TOKENS, keys, block_tokens, len(keys) * block_tokens)
         rows = conductor.index.lookup({block_tokens: given})
     else:
-        rows = _rows_by_tokens(conductor, scope, packed_ids)
+        rows = _rows_by_tokens(conductor, scope, services, packed_ids)
     urls = {one.worker_id: engine.url for engine, one in conductor.instances.items()}
     found = []
     for row in rows:
-        service = conductor.services.get(row.holder.worker_id)
+        service = services.get(row.holder.worker_id)
         if scope.takes(service) if service is not None else scope.takes_followed:
             found.append(_described(conductor, row, service, urls.get(row.holder.worker_id)))
     found.sort(key=lambda one: (-one["longest"], one["worker"], one["dp_rank"]))
     return {"holders": found}
 
 
-def _rows_by_tokens(conductor: Conductor, scope: Scope, packed_ids: bytes) -> list[HolderMatch]:
-    index, services = conductor.index, conductor.services
-    roots = {scope.root(None)} | {scope.root(one) for one in services.values() if scope.takes(one)}
+def _rows_by_tokens(
+    conductor: Conductor, scope: Scope, services: Mapping[str, Service], packed_ids: bytes
+) -> list[HolderMatch]:
+    index = conductor.index
+    roots = {scope.root(None), *(scope.root(one) for one in services.values() if scope.takes(one))}
     return [
         row
         for root in roots
@@ -129,22 +135,24 @@ def _rows_by_tokens(conductor: Conductor, scope: Scope, packed_ids: bytes) -> li
 def services(conductor: Conductor) -> dict[str, Any]:
     """What `/services` answers."""
     return {
-        "count": len(conductor.services),
-        "services": [_listed(conductor, service) for service in conductor.services.values()],
+        "count": len(conductor.registrations),
+        "services": [_listed(conductor, one) for one in conductor.registrations.values()],
     }
 
 
 def global_view(conductor: Conductor) -> dict[str, Any]:
     """What `/global_view` answers."""
-    groups: dict[tuple[Any, ...], list[Service]] = defaultdict(list)
-    for one in conductor.services.values():
-        groups[one.tenant_id, one.modelname, one.lora_name, one.block_size, one.additionalsalt].append(one)
+    groups: dict[tuple[Any, ...], list[Registration]] = defaultdict(list)
+    for one in conductor.registrations.values():
+        said = one.service
+        group = (said.tenant_id, said.modelname, said.lora_name, said.block_size, said.additionalsalt)
+        groups[group].append(one)
     contexts = []
     for (tenant, model, lora, block_size, salt), members in groups.items():
         instances: dict[str, list[int]] = defaultdict(list)
         for one in members:
-            if one.type != STORE:
-                instances[one.instance_id].append(one.dp_rank)
+            if one.service.type != STORE:
+                instances[one.service.instance_id].append(one.service.dp_rank)
         contexts.append(
             {
                 "model_name": model,
@@ -153,7 +161,7 @@ def global_view(conductor: Conductor) -> dict[str, Any]:
                 "additional_salt": salt,
                 "tenant_id": tenant,
                 "instances": {name: sorted(ranks) for name, ranks in instances.items()},
-                "prefix_count": sum(conductor.index.held_blocks(one.key) for one in members),
+                "prefix_count": sum(conductor.index.held_blocks(one.worker_id) for one in members),
             }
         )
     index = conductor.index
@@ -167,25 +175,23 @@ def global_view(conductor: Conductor) -> dict[str, Any]:
     }
 
 
-def _services(conductor: Conductor, scope: Scope) -> list[Service]:
-    known = list(conductor.services.values())
+def _members(conductor: Conductor, scope: Scope) -> list[Registration]:
+    known = list(conductor.registrations.values())
     if scope.instance_id is not None and not any(
-        one.instance_id == scope.instance_id and one.tenant_id == scope.tenant_id for one in known
+        one.service.instance_id == scope.instance_id and one.service.tenant_id == scope.tenant_id
+        for one in known
     ):
         raise ConductorError(404, f"instance_id: {scope.instance_id} is not registered for {scope.tenant_id}")
-    return [one for one in known if scope.takes(one)]
+    return [one for one in known if scope.takes(one.service)]
 
 
-def _grouped(services: Iterable[Service], key: Any) -> Mapping[int, list[Service]]:
-    groups: dict[int, list[Service]] = defaultdict(list)
-    for one in services:
-        groups[key(one)].append(one)
-    return groups
+def _holder(one: Registration) -> Holder:
+    return Holder(one.worker_id, one.service.dp_rank)
 
 
-def _block_sizes(conductor: Conductor, holders: Iterable[Holder]) -> set[int]:
-    sizes = (conductor.index.block_tokens(holder) for holder in holders)
-    return {size for size in sizes if size is not None}
+def _block_size(conductor: Conductor, one: Registration) -> int:
+    """As its events say, which may be another than it was registered with."""
+    return conductor.index.block_tokens(_holder(one)) or one.service.block_size
 
 
 def _resolved(
@@ -209,20 +215,20 @@ def _resolved(
 
 
 def _hits(
-    scope: Scope, services: Sequence[Service], rows: Mapping[str, HolderMatch], block_size: int
+    scope: Scope, members: Sequence[Registration], rows: Mapping[str, HolderMatch], block_size: int
 ) -> dict[str, Any]:
     """Hits by instance, in whole blocks of the query; a store's count for every instance beside it."""
-    stores = [rows[one.key] for one in services if one.type == STORE and one.key in rows]
+    stores = [rows[one.worker_id] for one in members if one.service.type == STORE and one.worker_id in rows]
     instances: dict[str, dict[str, Any]] = {}
-    for one in services:
-        if one.type != STORE:
+    for one in members:
+        if one.service.type != STORE:
             hits = instances.setdefault(
-                one.instance_id, {"longest_matched": 0, "GPU": 0, "DP": {}, "CPU": 0, "DISK": 0}
+                one.service.instance_id, {"longest_matched": 0, "GPU": 0, "DP": {}, "CPU": 0, "DISK": 0}
             )
-            row = rows.get(one.key)
+            row = rows.get(one.worker_id)
             held = 0 if row is None else row.confirmed_tokens // block_size * block_size
-            hits["DP"][str(one.dp_rank)] = max(held, hits["DP"].get(str(one.dp_rank), 0))
-            _raise(hits, [row] if row is not None else [], block_size)
+            hits["DP"][str(one.service.dp_rank)] = held
+            _raise(hits, [] if row is None else [row], block_size)
     for hits in instances.values():
         _raise(hits, stores, block_size)
     return {scope.tenant_id or "": instances}
@@ -275,13 +281,13 @@ def _freshness(conductor: Conductor, holder: Holder) -> dict[str, Any]:
     return {
         "last_seq": -1,
         "lag_s": None,
-        "trust": conductor.feed.trust(holder.worker_id).value,
+        "trust": conductor.trust(holder.worker_id).value,
         "reasons": [],
     }
 
 
-def _listed(conductor: Conductor, service: Service) -> dict[str, Any]:
-    fresh = _freshness(conductor, Holder(service.key, service.dp_rank))
+def _listed(conductor: Conductor, one: Registration) -> dict[str, Any]:
+    service, fresh = one.service, _freshness(conductor, _holder(one))
     return {
         "Endpoint": service.endpoint,
         "ReplayEndpoint": service.replay_endpoint or "",
