@@ -1,0 +1,96 @@
+"""What every API route comes down to: a conversation to render, or texts and ids as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from kvroute.conductor.tokens.outcome import NotExact
+
+MAX_ID = 2**32 - 1
+
+
+class Cut(Struct, frozen=True):
+    """`truncate_prompt_tokens`: how many tokens are kept."""
+
+    tokens: int
+    side: Literal["left", "right"]
+    """The end that loses tokens."""
+    whole: bool
+    """Whether special tokens around a text (BOS) are cut along with it, instead of being kept and counted."""
+
+
+class ChatCall(Struct, frozen=True):
+    """A conversation, checked and ordered as the template will see it."""
+
+    messages: Sequence[Mapping[str, Any]]
+    variables: Mapping[str, Any]
+    """Of the template, beside the messages; may hold names it does not read."""
+    continue_final: bool = False
+    add_special: bool = False
+    cut: Cut | None = None
+    suffix: str = ""
+    """Text that follows what the template renders."""
+
+
+class FlatCall(Struct, frozen=True):
+    """Prompts that no template touches, each a text or its ids."""
+
+    prompts: Sequence[str | list[int]]
+    add_special: bool = True
+    cut: Cut | None = None
+
+
+def flag(fields: Mapping[str, Any], name: str, default: bool) -> bool:
+    """A boolean field. Other spellings of true are left to the engine: `NotExact`."""
+    value = fields.get(name, default)
+    if not isinstance(value, bool):
+        raise NotExact("shape")
+    return value
+
+
+def text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise NotExact("shape")
+    return value
+
+
+def optional_text(value: Any) -> str | None:
+    return None if value is None else text(value)
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise NotExact("shape")
+    return value
+
+
+def sequence(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise NotExact("shape")
+    return value
+
+
+def flat_prompts(value: Any) -> list[str | list[int]]:
+    """A prompt field: str, [str], [int] or [[int]]; `NotExact` when it is neither, or holds nothing."""
+    if isinstance(value, str):
+        prompts: list[str | list[int]] = [value]
+    elif not isinstance(value, list):
+        raise NotExact("empty" if value is None else "shape")
+    elif value and all(isinstance(item, str) for item in value):
+        prompts = list(value)
+    elif value and all(isinstance(item, list) for item in value):
+        prompts = [_ids(item) for item in value]
+    else:
+        prompts = [_ids(value)]
+    if not all(prompts):
+        raise NotExact("empty")
+    return prompts
+
+
+def _ids(value: list[Any]) -> list[int]:
+    if not all(type(item) is int and 0 <= item <= MAX_ID for item in value):
+        raise NotExact("shape")
+    return value

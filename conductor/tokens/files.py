@@ -1,0 +1,124 @@
+"""What a model's directory says about its tokenizer: the files, read the way transformers reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MAX_FILE_BYTES = 256 * 2**20
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Named special tokens: template variables, and matched in text even where tokenizer.json does not say so."""
+
+OWN_RENDERERS = frozenset({"gpt_oss", "deepseek_v32", "deepseek_v4", "deepseek_v41", "kimi_k3", "inkling"})
+"""Model types whose conversations the engines write by a program of their own instead of a Jinja template."""
+
+
+class UnusableTokenizer(Exception):
+    """The files are missing or are not a tokenizer; the message says which, and what is expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """The readable part of a tokenizer; the vocabulary stays in `tokenizer_json`, which only Rust reads."""
+
+    tokenizer_json: Path
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """By name, such as {"bos_token": "<s>"}."""
+    templates: Mapping[str, str] = field(default_factory=dict)
+    """Chat templates by name; "default", and "tool_use" for requests with tools, where there are several."""
+    add_bos: bool | None = None
+    """Given in the configuration, it replaces what tokenizer.json's post-processor would add; None is not."""
+    add_eos: bool | None = None
+
+
+def read_files(path: Path, chat_template: Path | None = None) -> TokenizerFiles:
+    """`path` is a model's directory or its tokenizer.json; `chat_template` a file that replaces its template.
+
+    Raises `UnusableTokenizer`.
+    """
+    tokenizer = path / "tokenizer.json" if path.is_dir() else path
+    if not tokenizer.is_file():
+        raise UnusableTokenizer(
+            f"{tokenizer} is missing; a directory with tokenizer.json, or that file, is expected"
+        )
+    if tokenizer.stat().st_size > MAX_FILE_BYTES:
+        raise UnusableTokenizer(f"{tokenizer} is larger than {MAX_FILE_BYTES} bytes")
+    directory = tokenizer.parent
+    config = _json(directory / "tokenizer_config.json")
+    legacy = _json(directory / "special_tokens_map.json")
+    return TokenizerFiles(
+        tokenizer,
+        _special_tokens({**legacy, **{k: v for k, v in config.items() if v is not None}}),
+        _templates(directory, config, chat_template),
+        _flag(config.get("add_bos_token")),
+        _flag(config.get("add_eos_token")),
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise UnusableTokenizer(f"{path} is larger than {MAX_FILE_BYTES} bytes")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnusableTokenizer(f"{path} cannot be read as UTF-8 text: {error}") from None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """An object, empty where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        read = json.loads(_text(path))
+    except ValueError as error:
+        raise UnusableTokenizer(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(read, dict):
+        raise UnusableTokenizer(f"{path} does not hold a JSON object")
+    return read
+
+
+def _flag(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Each is a string, or an object that has it as `content`."""
+    found = {}
+    for name in SPECIAL_TOKENS:
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def _templates(directory: Path, config: Mapping[str, Any], given: Path | None) -> dict[str, str]:
+    """The one given, else files beside the configuration, else the template inside it."""
+    model_type = _json(directory / "config.json").get("model_type")
+    if model_type in OWN_RENDERERS or (directory / "tekken.json").exists():
+        return {}
+    if given is not None:
+        return {"default": _text(given)}
+    files = {"default": directory / "chat_template.jinja"}
+    more = directory / "additional_chat_templates"
+    if more.is_dir():
+        files |= {path.stem: path for path in sorted(more.glob("*.jinja"))}
+    found = {name: _text(path) for name, path in files.items() if path.is_file()}
+    if found:
+        return found
+    inside = config.get("chat_template")
+    if inside is None:
+        inside = _json(directory / "chat_template.json").get("chat_template")
+    if isinstance(inside, str):
+        return {"default": inside}
+    if isinstance(inside, list):
+        return {
+            entry["name"]: entry["template"]
+            for entry in inside
+            if isinstance(entry, dict) and isinstance(entry.get("template"), str) and "name" in entry
+        }
+    return {}
