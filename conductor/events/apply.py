@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 
 import msgspec
 
-from kvroute.conductor.events.batches import Batch, Cleared, Removed, StoreChange, Stored
+from kvroute.conductor.events.batches import Batch, Cleared, Removed, Stored
 from kvroute.conductor.events.identity import Identity, identify
+from kvroute.conductor.events.objects import Objects, Resolve
 from kvroute.conductor.events.orphans import Orphans
 from kvroute.conductor.events.pages import Pages
 from kvroute.conductor.index import Holder, PrefixIndex
@@ -26,18 +26,14 @@ DENSE = (None, "full_attention", "mla_attention", "sink_full_attention")
 INSISTENCE = 64
 """Events in a row of another block size after which the engine is believed."""
 _ROOTS = 1024
-_OBJECTS = 100_000
-
-Resolve = Callable[[int], tuple[int, int] | None]
-"""Hash -> (key, tokens per block) where any engine knows it: objects of a store are named by engines."""
 
 
 class Applier:
     """Of one holder.
 
-    Counters are in `counts`: orphans (blocks parked), orphan_removals, unresolved (blocks named by a hash
-    that is not known), foreign_groups (events), unknown_media (events), unknown_extras, block_size_changes,
-    block_size_refused (events), clears.
+    Counters are in `counts`: batches, bad_events, unknown_events, orphans (blocks parked), orphan_removals,
+    unresolved (blocks named by a hash that is not known), foreign_groups (events), unknown_media (events),
+    unknown_extras, block_size_changes, block_size_refused (events), clears.
     """
 
     def __init__(
@@ -55,15 +51,16 @@ class Applier:
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.orphans = Orphans(parked_bytes, parked_s)
+        self.flaws: set[str] = set()
+        """What went wrong since the last clear, in the words of `trust.REASONS`."""
         self.silent_tier_blocks = silent_tier_blocks
         self._index = index
         self._blocks = index.blocks
         self._holder = holder
         self._namespace = namespace
         self._min_block_tokens = min_block_tokens
-        self._resolve = resolve
+        self._objects = Objects(index, holder, self.counts, resolve)
         self._roots: OrderedDict[tuple[str | None, str | None], int] = OrderedDict()
-        self._objects: OrderedDict[str, bytes] = OrderedDict()
         self._pages: Pages | None = None
         self._slot: int | None = None
         self._said_tokens = 0
@@ -76,9 +73,34 @@ class Applier:
         if block_tokens is not None:
             self._open(block_tokens)
 
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why what is known of the holder is not exact, see `trust.REASONS`."""
+        return tuple(sorted(self.flaws | {"orphans"} if self.orphans else self.flaws))
+
+    def key_of(self, block_hash: int) -> tuple[int, int] | None:
+        """(key, tokens per block) of a block that this holder has under that hash."""
+        key = self._key(block_hash)
+        return None if key is None else (key, self._block_tokens)
+
+    @property
+    def held_blocks(self) -> int:
+        """Gauge: blocks confirmed, summed over tiers."""
+        return 0 if self._slot is None else sum(self._blocks.held(self._slot)[:3])
+
+    @property
+    def grouped(self) -> bool:
+        """True when the engine's blocks are smaller than the holder's in the index."""
+        return self._pages is not None
+
+    @property
+    def block_tokens(self) -> int | None:
+        """Of the holder in the index; None before it is known."""
+        return self._block_tokens or None
+
     def apply(self, batch: Batch, now_s: float) -> None:
         """Bring a batch in. News of a removed worker is ignored."""
-        self.orphans.expire(now_s)
+        self._count(batch, now_s)
         if self._slot is not None:
             self._attach()  # another holder has the slot's number once this one was removed
         for event in batch.events:
@@ -89,7 +111,19 @@ class Applier:
             elif isinstance(event, Cleared):
                 self.clear()
             else:
-                self._changed(event)
+                self._objects.apply(event)
+                self._attach()
+
+    def _count(self, batch: Batch, now_s: float) -> None:
+        self.counts["batches"] += 1
+        self.counts["unknown_events"] += batch.unknown
+        if batch.bad:
+            self.counts["bad_events"] += batch.bad
+            self.flaws.add("bad_events")
+        before = self.orphans.expired
+        self.orphans.expire(now_s)
+        if self.orphans.expired != before:
+            self.flaws.add("orphans")
 
     def clear(self) -> None:
         """The holder has nothing any more."""
@@ -97,6 +131,7 @@ class Applier:
         self.orphans.clear()
         self._objects.clear()
         self._said_tokens = self._other_sizes = 0
+        self.flaws.clear()
         self._group = None
         self._groups.clear()
         self._pages = None
@@ -228,41 +263,6 @@ class Applier:
             return True
         return False
 
-    # Stores
-
-    def _changed(self, event: StoreChange) -> None:
-        """The master of a store names objects by the engines' hashes."""
-        if event.tier is None:
-            self.counts["unknown_media"] += 1
-            return
-        if event.action == "cleared":
-            self.clear()
-            return
-        hashes = event.hashes
-        if event.object_key:
-            if event.action == "removed":
-                hashes = hashes or self._objects.pop(event.object_key, b"")
-            else:
-                self._objects[event.object_key] = hashes
-                if len(self._objects) > _OBJECTS:
-                    self._objects.popitem(last=False)
-        if event.action == "removed":
-            resolved = 0 if self._slot is None else self._blocks.remove(self._slot, event.tier, hashes)
-            self.counts["orphan_removals"] += len(hashes) // 8 - resolved
-            return
-        for block_hash in memoryview(hashes).cast("Q"):
-            self._store_object(event.tier, block_hash)
-
-    def _store_object(self, tier: int, block_hash: int) -> None:
-        found = None if self._resolve is None else self._resolve(block_hash)
-        if found is None:
-            self.counts["unresolved"] += 1
-            return
-        key, block_tokens = found
-        if self._fits(block_tokens) and self._slot is not None:
-            name, packed = array("Q", (block_hash,)).tobytes(), array("Q", (key,)).tobytes()
-            self._blocks.store(self._slot, tier, None, name, packed)
-
     # What an event is measured by
 
     def _fits(self, block_tokens: int) -> bool:
@@ -274,6 +274,7 @@ class Applier:
             self._other_sizes += 1
             if self._other_sizes < INSISTENCE:
                 self.counts["block_size_refused"] += 1
+                self.flaws.add("block_size")
                 return False
         self._open(block_tokens)
         self._said_tokens, self._other_sizes = block_tokens, 0

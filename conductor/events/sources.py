@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _TCP = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]+):(?P<port>\d{1,5})")
-_LOCAL = re.compile(r"(ipc|inproc)://\S+")
+_LOCAL = re.compile(r"ipc://\S+")
 _WILDCARDS = ("*", "0.0.0.0", "[::]")
 MAX_RANKS = 1024
 
@@ -18,7 +18,7 @@ class EventSource:
     """One publisher: one data-parallel rank of one engine. ValueError names the field that cannot be."""
 
     endpoint: str
-    """`tcp://host:port`, `ipc://path` or `inproc://name`."""
+    """`tcp://host:port` or `ipc://path`."""
     replay_endpoint: str | None = None
     """Where what was missed is asked for; None: it cannot be had again."""
     dp_rank: int = 0
@@ -77,7 +77,7 @@ def check_endpoint(field: str, endpoint: str) -> None:
     """ValueError, naming the field, unless ZMQ could connect or bind there."""
     tcp = _TCP.fullmatch(endpoint)
     if tcp is None and not _LOCAL.fullmatch(endpoint):
-        raise ValueError(f"{field} must be tcp://host:port, ipc://path or inproc://name, got {endpoint!r}")
+        raise ValueError(f"{field} must be tcp://host:port or ipc://path, got {endpoint!r}")
     if tcp is not None and not 1 <= int(tcp["port"]) <= 65535:
         raise ValueError(f"{field} must have a port from 1 to 65535, got {endpoint!r}")
 

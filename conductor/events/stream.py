@@ -89,6 +89,11 @@ class Stream:
         return f"<Stream at {self.last_seq}, {state}, {len(self._waiting)} waiting>"
 
     @property
+    def behind(self) -> bool:
+        """True while something may be missing; to check an idle publisher is no reason to think so."""
+        return self.replaying and not (self._only_check and not self._waiting and not self._ask_again)
+
+    @property
     def waiting(self) -> int:
         """Gauge: live batches that wait for a replay."""
         return len(self._waiting)
@@ -156,6 +161,7 @@ class Stream:
             if waiting.digest != batch.digest:
                 return self._restarted(waiting)
             self.counts["duplicates"] += 1
+        self._failures = 0  # as long as there is progress, a broken answer is asked for again
         return [self._apply(batch)]
 
     def replayed_undecodable(self, message: Undecodable) -> list[Action]:
@@ -180,9 +186,13 @@ class Stream:
             self.complete = 0 in self._waiting or not self._waiting
         return self._drain()
 
-    def replay_failed(self) -> list[Action]:
-        """No answer, or none for too long."""
-        return self._failed() if self.replaying else []
+    def replay_failed(self, for_good: bool = False) -> list[Action]:
+        """No answer, or none for too long; `for_good`: nobody is there to answer."""
+        if not self.replaying:
+            return []
+        if for_good:
+            self._failures = ATTEMPTS
+        return self._failed()
 
     # What comes of it.
 

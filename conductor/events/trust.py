@@ -19,7 +19,8 @@ UNEXPECTED = 0.25
 
 REASONS = {
     "restored": "from a snapshot, and its publisher has not confirmed it yet",
-    "connecting": "no publisher has answered yet",
+    "connecting": "its publisher has not answered yet",
+    "disconnected": "the connection to its publisher is lost",
     "replaying": "something was missed and is being asked for",
     "incomplete": "the beginning cannot be had: it lacks blocks that the engine has",
     "unchecked": "the publisher did not answer the last check",
@@ -112,7 +113,7 @@ class Predictions:
 
 
 def usable_tokens(matched_tokens: int, block_tokens: int, prompt_tokens: int) -> int:
-    """Cached tokens that an engine can use: it always computes the last token of a prompt, hence its block."""
+    """Cached tokens that an engine can use: it always computes a prompt's last token, hence its block."""
     return min(matched_tokens, (prompt_tokens - 1) // block_tokens * block_tokens) if prompt_tokens > 0 else 0
 
 
