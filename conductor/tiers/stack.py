@@ -146,8 +146,9 @@ class TierStack:
             return
         stored, evicted = tier.store(block, now_s)
         for each in evicted:
-            self._changes.append(TierChange(tier.medium, each.key, False))
+            # Told first where it goes: whoever follows the changes must not lose sight of it in between.
             self._leaving(level + 1, each, now_s)
+            self._changes.append(TierChange(tier.medium, each.key, False))
         if stored:
             self._changes.append(TierChange(tier.medium, block.key, True))
 

@@ -27,11 +27,13 @@ from kvroute.loadtests.mock_engine.events import EventPublisher
 from kvroute.loadtests.mock_engine.faults import CLEAN, FaultError, Faults
 from kvroute.loadtests.mock_engine.intake import Intake, faults_for
 from kvroute.loadtests.mock_engine.journal import Journal
+from kvroute.loadtests.mock_engine.lower_tiers import make_lower_tiers
 from kvroute.loadtests.mock_engine.metrics import EngineMetrics
 from kvroute.loadtests.mock_engine.options import MockOptions
 from kvroute.loadtests.mock_engine.routes import ROUTES, UNGUARDED
-from kvroute.loadtests.mock_engine.scheduler import Outcome, Scheduler
+from kvroute.loadtests.mock_engine.scheduler import Scheduler
 from kvroute.loadtests.mock_engine.sequences import Phase, Sequence
+from kvroute.loadtests.mock_engine.steps import Outcome
 from kvroute.loadtests.mock_engine.streams import StreamAnswer
 from kvroute.loadtests.mock_engine.wire import ApiError, Request, json_response, rejected
 
@@ -75,6 +77,7 @@ class MockEngine:
             options.block_size_tokens,
             options.max_batched_tokens,
             options.max_sequences,
+            make_lower_tiers(options, self.now_s),
         )
         self._adapter_ids: dict[str, int] = {}
         self.intake = Intake(options, self.hash_seed, self.adapters)
@@ -284,9 +287,12 @@ class MockEngine:
                 answer.on_tokens(index, 1 + extra)
 
     def _publish(self, outcome: Outcome, one_by_one: bool = False) -> None:
-        events = self.events
-        if events is not None and (outcome.removed or outcome.stored or events.cleared):
-            events.publish(self, outcome, one_by_one)
+        if self.events is None:
+            return
+        if not self.options.tier_events:
+            outcome.demoted, outcome.offloaded = [], []
+        if outcome.has_changes or self.events.cleared:
+            self.events.publish(self, outcome, one_by_one)
 
     def ended(self, answer: Answer, outcome: str) -> None:
         """An answer is over: its sequences leave the scheduler."""

@@ -6,15 +6,17 @@ import asyncio
 import time
 from collections import deque
 from contextlib import suppress
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from kvroute.loadtests.mock_engine.scheduler import Outcome, Stored
+from kvroute.loadtests.mock_engine.steps import Outcome, Stored
 
 if TYPE_CHECKING:
+    from kvroute.conductor.tiers.stack import TierChange
     from kvroute.loadtests.mock_engine.engine import MockEngine
 
 _END_OF_REPLAY = b"\xff" * 8
@@ -85,6 +87,7 @@ class EventPublisher:
         if self.cleared:
             self.cleared = False
             events.append({"type": "AllBlocksCleared"})
+        events += _in_lower_tiers(engine, outcome.demoted)
         events += [
             {"type": "BlockRemoved", "block_hashes": [key], "medium": "GPU", "group_idx": 0}
             for key in outcome.removed
@@ -97,6 +100,7 @@ class EventPublisher:
                 events.append(_stored(engine, Stored(stored.sequence, index, index + 1)))
                 self._send(events)
                 events = []
+        events += _in_lower_tiers(engine, outcome.offloaded)
         if events:
             self._send(events)
 
@@ -136,6 +140,25 @@ class EventPublisher:
                 if seq >= first:
                     await router.send_multipart((client, b"", self.topic.encode(), seq, payload))
             await router.send_multipart((client, b"", b"", _END_OF_REPLAY, b""))
+
+
+def _in_lower_tiers(engine: MockEngine, changes: list[TierChange]) -> list[dict[str, Any]]:
+    """As vLLM's offloading tells it: by hash alone, to be resolved by what the GPU's events said."""
+    events = []
+    for (medium, stored), run in groupby(changes, lambda change: (change.medium, change.stored)):
+        hashes = [change.key for change in run]
+        event = {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium}
+        if stored:
+            event |= {
+                "type": "BlockStored",
+                "parent_block_hash": None,
+                "token_ids": [],
+                "block_size": engine.options.block_size_tokens,
+                "lora_id": None,
+                "lora_name": None,
+            }
+        events.append(event)
+    return events
 
 
 def _stored(engine: MockEngine, stored: Stored) -> dict[str, Any]:

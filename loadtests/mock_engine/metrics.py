@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 if TYPE_CHECKING:
     from kvroute.loadtests.mock_engine.answers import TokenAnswer
     from kvroute.loadtests.mock_engine.engine import MockEngine
+    from kvroute.loadtests.mock_engine.steps import Totals
 
 _TTFT_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0),
@@ -146,6 +147,7 @@ class EngineMetrics:
             ("num_preemptions", "Cumulative number of preemption from the engine.", totals.preemptions),
             ("prompt_tokens", "Number of prefill tokens processed.", self.prompt_tokens),
             ("generation_tokens", "Number of generation tokens processed.", totals.generated_tokens),
+            *self._external(totals),
         ):
             family = CounterMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), value)
@@ -158,6 +160,15 @@ class EngineMetrics:
         for reason, value in self.by_reason.items():
             success.add_metric([*self._labels.values(), reason], value)
         yield success
+
+    def _external(self, totals: Totals) -> Iterator[tuple[str, str, int]]:
+        """Of the tiers below the GPU, where there are any; asked for what the GPU does not hold."""
+        if self._engine.scheduler.below is not None:
+            asked = totals.queried_tokens - totals.cached_tokens
+            text = "External prefix cache queries, in number of queried tokens."
+            yield "external_prefix_cache_queries", text, asked
+            text = "External prefix cache hits, in number of cached tokens."
+            yield "external_prefix_cache_hits", text, totals.loaded_tokens
 
     def _config(self) -> Metric:
         options = self._engine.options

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from kvroute.conductor.tiers.registry import ADMISSIONS, EVICTIONS, WRITE_BACKS
 from kvroute.loadtests.mock_engine.faults import Faults
 from kvroute.loadtests.mock_engine.speeds import SPEEDS, Speed
 
@@ -35,6 +36,18 @@ class MockOptions:
     block_size_tokens: int = 16
     kv_blocks: int | None = None
     """None: as many as the preset has room for."""
+    cpu_blocks: int = 0
+    """Blocks of a CPU tier; 0: none."""
+    cpu_write: str = "through"
+    """When blocks go there: through, selective or back, as in `conductor.tiers`; so the next two."""
+    cpu_admission: str = "always"
+    cpu_eviction: str = "lru"
+    cpu_load_bytes_per_s: float = 20e9
+    disk_blocks: int = 0
+    """Blocks of a disk tier, for what leaves the tier above it; 0: none."""
+    disk_load_bytes_per_s: float = 3e9
+    tier_events: bool = True
+    """Publish events of these tiers; without, they are silent, as those of most engines are."""
     max_model_len_tokens: int | None = None
     """Longest prompt plus output; None: 131072, or what fits in the KV blocks."""
     max_batched_tokens: int = 8192
@@ -73,6 +86,22 @@ class MockOptions:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.step_scale <= 0 or (self.close_idle_s is not None and self.close_idle_s <= 0):
             raise ValueError("step_scale and close_idle_s must be above 0")
+        self._check_tiers()
+
+    def _check_tiers(self) -> None:
+        for name, known in (
+            ("cpu_write", WRITE_BACKS.names),
+            ("cpu_admission", ADMISSIONS.names),
+            ("cpu_eviction", EVICTIONS.names),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r} is unknown; known: {', '.join(known)}")
+        for name in ("cpu_blocks", "disk_blocks"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("cpu_load_bytes_per_s", "disk_load_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
 
     @property
     def instant(self) -> bool:

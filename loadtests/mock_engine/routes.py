@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from kvroute.conductor.tiers.tier import Tier
 from kvroute.loadtests.mock_engine.answers import DelayedReply
 from kvroute.loadtests.mock_engine.connection import Connection
 from kvroute.loadtests.mock_engine.dialects.chat import chat_tokens
@@ -206,7 +208,7 @@ def unload_adapter(engine: MockEngine, connection: Connection, request: Request)
 @_route(b"POST", "/reset_prefix_cache")
 def reset_prefix_cache(engine: MockEngine, connection: Connection, request: Request) -> None:
     # As in the real engine: nothing happens while requests run, and the event leaves with the next step.
-    if engine.scheduler.cache.clear() and engine.events is not None:
+    if engine.scheduler.clear() and engine.events is not None:
         engine.events.cleared = True
     connection.reply(response(200))
 
@@ -241,7 +243,7 @@ def reset_faults(engine: MockEngine, connection: Connection, request: Request) -
 
 def truth(engine: MockEngine) -> dict[str, Any]:
     """Everything a test may ask of an engine; lists are bounded by the options."""
-    cache, totals = engine.scheduler.cache, engine.scheduler.totals
+    cache, totals, below = engine.scheduler.cache, engine.scheduler.totals, engine.scheduler.below
     return {
         "engine": engine.index,
         "url": engine.url,
@@ -256,11 +258,15 @@ def truth(engine: MockEngine) -> dict[str, Any]:
             "idle_blocks": cache.idle_blocks,
             "used_ratio": cache.used_ratio,
             "hashes": list(islice(cache.keys(), engine.options.journal_ids)),
+            "lower_tiers": {}
+            if below is None
+            else {tier.medium: _tier(engine, tier) for tier in below.tiers},
             "event_seq": None if engine.events is None else engine.events.seq,
         },
         "tokens": {
             "prefill_computed": totals.prefill_tokens,
             "prefill_cached": totals.cached_tokens,
+            "prefill_loaded": totals.loaded_tokens,
             "generated": totals.generated_tokens,
             "preemptions": totals.preemptions,
         },
@@ -275,4 +281,13 @@ def truth(engine: MockEngine) -> dict[str, Any]:
         "last_polls": engine.journal.requests_as_list(polls=True),
         "adapters": dict(engine.adapters),
         "faults": engine.faults.as_dict(),
+    }
+
+
+def _tier(engine: MockEngine, tier: Tier) -> dict[str, Any]:
+    return {
+        "capacity_bytes": tier.capacity_bytes,
+        "used_bytes": tier.used_bytes,
+        "hashes": list(islice(tier.keys(), engine.options.journal_ids)),
+        **asdict(tier.counts),
     }

@@ -7,53 +7,13 @@ says what came of it. Whoever drives it lets that time pass in between, on a rea
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 
+from kvroute.conductor.tiers.stack import TierStack
 from kvroute.loadtests.mock_engine.block_cache import BlockCache
+from kvroute.loadtests.mock_engine.loads import LoadQueue
 from kvroute.loadtests.mock_engine.sequences import Phase, Sequence
 from kvroute.loadtests.mock_engine.speeds import Speed
-
-
-@dataclass(slots=True)
-class Step:
-    """What one step runs."""
-
-    duration_s: float = 0.0
-    prefills: list[tuple[Sequence, int]] = field(default_factory=list)
-    """(sequence, tokens of its chunk)"""
-    decodes: list[Sequence] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Blocks `start` to `stop` of a sequence became resident."""
-
-    sequence: Sequence
-    start: int
-    stop: int
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a step did. Removals happened before the stores that needed their room."""
-
-    tokens: list[Sequence] = field(default_factory=list)
-    """Each got one more token."""
-    finished: list[Sequence] = field(default_factory=list)
-    stored: list[Stored] = field(default_factory=list)
-    removed: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counters since the start."""
-
-    queried_tokens: int = 0
-    cached_tokens: int = 0
-    prefill_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
+from kvroute.loadtests.mock_engine.steps import Outcome, Step, Stored, Totals
 
 
 class Scheduler:
@@ -66,12 +26,15 @@ class Scheduler:
         block_tokens: int,
         max_batched_tokens: int = 8192,
         max_sequences: int = 256,
+        below: TierStack | None = None,
     ) -> None:
         self.cache = cache
+        self.below = below
         self.totals = Totals()
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
+        self.loading = LoadQueue()
         self._speed = speed
         self._block_tokens = block_tokens
         self._max_batched_tokens = max_batched_tokens
@@ -83,7 +46,7 @@ class Scheduler:
     @property
     def running(self) -> int:
         """Sequences admitted and not ended."""
-        return len(self.prefilling) + len(self.decoding)
+        return len(self.loading) + len(self.prefilling) + len(self.decoding)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. ValueError when it could never fit, or asks for no token."""
@@ -98,14 +61,23 @@ class Scheduler:
         """Drop a sequence in any phase and free its blocks; idempotent."""
         if sequence.phase is Phase.WAITING:
             self.waiting.remove(sequence)
+        elif sequence.phase is Phase.LOADING:
+            self.loading.remove(sequence)
         elif sequence.phase is Phase.PREFILLING:
             self.prefilling.remove(sequence)
         elif sequence.phase is Phase.DECODING:
             self.decoding.remove(sequence)
         self._release(sequence, Phase.ENDED)
 
+    def clear(self) -> bool:
+        """Forget every block, in the tiers below too; False, and no change, while any is referenced."""
+        cleared = self.cache.clear()
+        if cleared and self.below is not None:
+            self.below.clear()
+        return cleared
+
     def step(self) -> Step | None:
-        """Decide the next step; None when there is nothing to run."""
+        """Decide the next step; None when there is nothing to run or to wait for."""
         step = Step()
         context = self._schedule_decodes(step)
         budget = self._max_batched_tokens - len(step.decodes)
@@ -113,7 +85,10 @@ class Scheduler:
         if not step.preempted or not (step.prefills or step.decodes):
             self._admit(step, budget)
         if not step.prefills and not step.decodes:
-            return None
+            if not self.loading:
+                return None
+            step.duration_s = self.loading.next_s
+            return step
         attention = sum(n * (sequence.computed_tokens + n / 2) for sequence, n in step.prefills)
         tokens = sum(n for _, n in step.prefills)
         step.duration_s = self._speed.step_s(tokens, attention, len(step.decodes), context)
@@ -122,6 +97,10 @@ class Scheduler:
     def complete(self, step: Step) -> Outcome:
         """Apply a step whose time has passed. Sequences aborted meanwhile are skipped."""
         outcome = Outcome()
+        for sequence in self.loading.advance(step.duration_s):
+            sequence.phase = Phase.PREFILLING
+            self.prefilling.append(sequence)
+            self._publish(sequence, outcome)
         for sequence, tokens in step.prefills:
             if sequence.phase is not Phase.PREFILLING:
                 continue
@@ -140,11 +119,10 @@ class Scheduler:
             if not sequence.computed_tokens % self._block_tokens:
                 self._publish(sequence, outcome)
             self._emit(sequence, outcome)
-        outcome.removed = self.cache.take_removed()
-        return outcome
+        return self._settled(outcome)
 
     def admit_instantly(self) -> Outcome:
-        """Prefill whatever waits and fits, in no time, with the room of its whole output taken at once.
+        """Load and prefill whatever waits and fits, in no time, and take the room of its whole output.
 
         For a driver without a clock: such sequences run until `finish_instantly` or `abort`.
         """
@@ -161,8 +139,7 @@ class Scheduler:
             sequence.computed_tokens = sequence.prompt_tokens
             self._publish(sequence, outcome)
             outcome.tokens.append(sequence)
-        outcome.removed = self.cache.take_removed()
-        return outcome
+        return self._settled(outcome)
 
     def finish_instantly(self, sequence: Sequence, generated_tokens: int) -> Outcome:
         """End a sequence of `admit_instantly` that has generated so much; its full blocks stay."""
@@ -174,12 +151,14 @@ class Scheduler:
         self.decoding.remove(sequence)
         self._release(sequence, Phase.ENDED)
         outcome.finished.append(sequence)
-        return outcome
+        return self._settled(outcome)
 
     def check_integrity(self) -> None:
         """Raise `CacheCorruption` unless cache and sequences agree."""
-        live = [*self.waiting, *self.prefilling, *self.decoding]
+        live = [*self.waiting, *self.loading, *self.prefilling, *self.decoding]
         self.cache.check_integrity(sum(sequence.private_blocks for sequence in live))
+        if self.below is not None:
+            self.below.check_integrity()
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._block_tokens)
@@ -238,6 +217,10 @@ class Scheduler:
             if not self._take_room(sequence, None, budget):
                 return
             self.waiting.popleft()
+            if load_s := self._load_s(sequence):
+                sequence.phase = Phase.LOADING
+                self.loading.add(sequence, load_s)
+                continue
             sequence.phase = Phase.PREFILLING
             self.prefilling.append(sequence)
             tokens = min(sequence.known_tokens - sequence.computed_tokens, budget)
@@ -247,13 +230,16 @@ class Scheduler:
     def _take_room(self, sequence: Sequence, tokens: int | None, budget: int = 0) -> bool:
         """Share the cached prefix and take private blocks up to `tokens`, or for a chunk of `budget`.
 
-        The last known token is always computed, as it yields the next one. False, and no change, when
-        there is no room.
+        What the tiers below hold of the prefix counts as computed, and needs room of its own; it is taken
+        alone, as the chunk comes after the load. The last known token is always computed, as it yields the
+        next one. False, and no change, when there is no room.
         """
         known = sequence.known_tokens
-        hits = self.cache.match(sequence.keys[: (known - 1) // self._block_tokens])
-        cached = hits * self._block_tokens
-        upto = tokens if tokens is not None else min(known, cached + budget)
+        usable = sequence.keys[: (known - 1) // self._block_tokens]
+        hits = self.cache.match(usable)
+        loads = 0 if self.below is None else self.below.match(usable[hits:])
+        cached = (hits + loads) * self._block_tokens
+        upto = tokens if tokens is not None else min(known, cached + (0 if loads else budget))
         shared = sequence.keys[:hits]
         self.cache.acquire(shared)
         need = self._blocks(upto) - hits
@@ -266,8 +252,31 @@ class Scheduler:
         if sequence.cached_tokens is None:
             sequence.cached_tokens = cached
             self.totals.queried_tokens += sequence.prompt_tokens
-            self.totals.cached_tokens += cached
+            self.totals.cached_tokens += hits * self._block_tokens
+            self.totals.loaded_tokens += loads * self._block_tokens
+        if self.below is not None:
+            self.below.read(usable[: hits + loads])
         return True
+
+    def _load_s(self, sequence: Sequence) -> float:
+        """Seconds until the computed part of a sequence just admitted is in the GPU."""
+        computed_blocks = sequence.computed_tokens // self._block_tokens
+        if self.below is None or computed_blocks == sequence.resident_blocks:
+            return 0.0
+        return self.below.load_s(sequence.keys[sequence.resident_blocks : computed_blocks])
+
+    def _settled(self, outcome: Outcome) -> Outcome:
+        """Note what was evicted, and let the tiers below follow."""
+        outcome.removed = self.cache.take_removed()
+        if self.below is not None:
+            self.below.evicted(outcome.removed)
+            outcome.demoted = self.below.take_changes()
+            for stored in outcome.stored:
+                keys = stored.sequence.keys
+                prompt_blocks = stored.sequence.prompt_tokens // self._block_tokens
+                self.below.computed(keys[: stored.stop], stored.start, prompt_blocks)
+            outcome.offloaded = self.below.take_changes()
+        return outcome
 
     def _publish(self, sequence: Sequence, outcome: Outcome) -> None:
         """Make full computed blocks resident, and note the runs that are new."""

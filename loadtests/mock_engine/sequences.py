@@ -12,6 +12,8 @@ class Phase(Enum):
     """Where a sequence is in its life."""
 
     WAITING = "waiting"
+    LOADING = "loading"
+    """Its prefix comes up from the tiers below the GPU."""
     PREFILLING = "prefilling"
     DECODING = "decoding"
     ENDED = "ended"
@@ -30,7 +32,7 @@ class Sequence:
     """The driver's own."""
     phase: Phase = Phase.WAITING
     cached_tokens: int | None = None
-    """Prompt tokens found in the cache at first admission; None before."""
+    """Prompt tokens found in the GPU or below it at first admission; None before."""
     computed_tokens: int = 0
     generated_tokens: int = 0
     resident_blocks: int = 0

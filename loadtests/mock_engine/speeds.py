@@ -47,6 +47,11 @@ class Speed:
         linear_ms = max(self.floor_ms, self.base_ms + self.token_ms * new_tokens)
         return (linear_ms + self.attention_ms * new_tokens * (cached_tokens + new_tokens / 2)) / 1e3
 
+    def block_s(self, depth: int, block_tokens: int) -> float:
+        """Seconds that one more block adds to a prefill, after `depth` blocks."""
+        attended = block_tokens * (depth * block_tokens + block_tokens / 2)
+        return self.scale * (self.token_ms * block_tokens + self.attention_ms * attended) / 1e3
+
     def calibrated(self, scale: float, offset_ms: float) -> Speed:
         """The same row on another platform."""
         return replace(self, scale=scale, offset_ms=offset_ms)

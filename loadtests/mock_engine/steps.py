@@ -1,0 +1,66 @@
+"""What one step of a scheduler runs, and what comes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvroute.conductor.tiers.stack import TierChange
+from kvroute.loadtests.mock_engine.sequences import Sequence
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step runs."""
+
+    duration_s: float = 0.0
+    prefills: list[tuple[Sequence, int]] = field(default_factory=list)
+    """(sequence, tokens of its chunk)"""
+    decodes: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Blocks `start` to `stop` of a sequence became resident."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a step did: in the order of these fields, `demoted`, `removed`, `stored`, `offloaded`.
+
+    Removals happened before the stores that needed their room. What goes from the GPU to a tier below is told
+    before it is gone from the GPU, and what is written there as it is computed after it is in the GPU.
+    """
+
+    tokens: list[Sequence] = field(default_factory=list)
+    """Each got one more token."""
+    finished: list[Sequence] = field(default_factory=list)
+    stored: list[Stored] = field(default_factory=list)
+    removed: list[int] = field(default_factory=list)
+    demoted: list[TierChange] = field(default_factory=list)
+    """In the tiers below, as blocks were read or evicted above."""
+    offloaded: list[TierChange] = field(default_factory=list)
+    """In the tiers below, as blocks were stored above."""
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether any tier holds other blocks than before."""
+        return bool(self.demoted or self.removed or self.stored or self.offloaded)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters since the start."""
+
+    queried_tokens: int = 0
+    cached_tokens: int = 0
+    """Found in the GPU."""
+    loaded_tokens: int = 0
+    """Found below it."""
+    prefill_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
