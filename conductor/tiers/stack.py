@@ -128,9 +128,10 @@ class TierStack:
             for block in chain:
                 tier.access(block)
             # Past a block that is not here, its successors would lie unreachable: they are not written.
+            # What makes room here may push a later block of the chain out of the tier below, its only place.
             for block in chain:
                 reachable = block.parent is None or block.parent in tier
-                if reachable and tier.write.after_access(block):
+                if reachable and tier.write.after_access(block) and self._find(block.key) is not None:
                     self._store(level, block, now_s)
 
     def _leaving(self, level: int, block: BlockInfo, now_s: float) -> None:
@@ -145,12 +146,12 @@ class TierStack:
         if block.key in tier:
             return
         stored, evicted = tier.store(block, now_s)
-        for each in evicted:
-            # Told first where it goes: whoever follows the changes must not lose sight of it in between.
-            self._leaving(level + 1, each, now_s)
-            self._changes.append(TierChange(tier.medium, each.key, False))
+        # Told first where a block goes and then where it is gone: whoever follows never loses sight of it.
         if stored:
             self._changes.append(TierChange(tier.medium, block.key, True))
+        for each in evicted:
+            self._leaving(level + 1, each, now_s)
+            self._changes.append(TierChange(tier.medium, each.key, False))
 
 
 def _read(block: BlockInfo, now_s: float) -> BlockInfo:

@@ -58,13 +58,13 @@ def test_what_leaves_one_tier_goes_down_to_the_next() -> None:
         target.evicted([key])
     assert changes(target) == [
         ("CPU", "stored", 1),
+        ("CPU", "stored", 2),
         ("DISK", "stored", 1),
         ("CPU", "removed", 1),
-        ("CPU", "stored", 2),
-        ("DISK", "removed", 1),
-        ("DISK", "stored", 2),
-        ("CPU", "removed", 2),
         ("CPU", "stored", 3),
+        ("DISK", "stored", 2),
+        ("DISK", "removed", 1),
+        ("CPU", "removed", 2),
     ]
     assert [target.match([key]) for key in (1, 2, 3)] == [0, 1, 1]
 
