@@ -13,6 +13,7 @@ from pydantic import SecretStr
 
 from kvroute import __version__
 from kvroute.clock import monotonic
+from kvroute.conductor.shared import Intent
 from kvroute.config_groups import WorkerConfig
 from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.metrics import Metrics
@@ -23,14 +24,19 @@ PUBLIC_PATHS = frozenset({b"/livez", b"/readyz", b"/metrics", b"/v1/models"})
 
 
 def make_app(
-    registry: Registry, metrics: Metrics, *, draining: Callable[[], bool], admin_token: SecretStr | None
+    registry: Registry,
+    metrics: Metrics,
+    *,
+    draining: Callable[[], bool],
+    admin_token: SecretStr | None,
+    decided: Callable[[Member, Intent], None] | None = None,
 ) -> FastAPI:
-    """`draining` is true from the first moment of a shutdown."""
+    """`draining` is true from the first moment of a shutdown; `decided` is told what an operator does."""
     app = FastAPI(
         title="kvroute", version=__version__, openapi_url="/admin/openapi.json", docs_url=None, redoc_url=None
     )
     app.include_router(_public_routes(registry, metrics, draining))
-    app.include_router(_admin_routes(registry, admin_token))
+    app.include_router(_admin_routes(registry, admin_token, decided or _nobody))
     app.add_exception_handler(GatewayError, _gateway_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     return app
@@ -110,7 +116,13 @@ def describe(member: Member) -> dict[str, Any]:
     }
 
 
-def _admin_routes(registry: Registry, token: SecretStr | None) -> APIRouter:
+def _nobody(_member: Member, _intent: Intent) -> None:
+    """No other replica is there to be told."""
+
+
+def _admin_routes(
+    registry: Registry, token: SecretStr | None, decided: Callable[[Member, Intent], None]
+) -> APIRouter:
     def authorised(authorization: Annotated[str, Header()] = "") -> None:
         if token is None:
             return
@@ -138,20 +150,24 @@ def _admin_routes(registry: Registry, token: SecretStr | None) -> APIRouter:
     @routes.post("", status_code=201)
     async def add_worker(config: WorkerConfig) -> dict[str, Any]:
         try:
-            return describe(registry.add(config))
+            member = registry.add(config)
         except DuplicateWorker as error:
             raise GatewayError(Failure.CONFLICT, str(error), param="url") from None
+        decided(member, Intent.SERVING)
+        return describe(member)
 
     @routes.post("/{worker_id:path}/drain", status_code=202)
     async def drain_worker(worker_id: str) -> dict[str, Any]:
         member = find(worker_id)
         registry.drain(member)
+        decided(member, Intent.DRAINING)
         return describe(member)
 
     @routes.delete("/{worker_id:path}", status_code=202)
     async def remove_worker(worker_id: str) -> dict[str, Any]:
         member = find(worker_id)
         registry.remove(member)
+        decided(member, Intent.REMOVED)
         return describe(member)
 
     return routes

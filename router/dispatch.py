@@ -11,14 +11,15 @@ import structlog
 from msgspec import Struct
 
 from kvroute.clock import Clock
-from kvroute.conductor.approximate import ApproximateIndex
+from kvroute.conductor.index import PrefixIndex
 from kvroute.policies.base import Policy
 from kvroute.policies.ties import least_loaded_index
 from kvroute.router.errors import Failure, GatewayError, shorten
+from kvroute.router.knowledge import NO_PROMPT, Knowledge, Prompt
 from kvroute.router.metrics import Metrics
-from kvroute.router.request_view import ParsedRequest
+from kvroute.router.parsed_request import ParsedRequest
 from kvroute.router.workers import Eligible, Lease, Member, Registry
-from kvroute.types import Candidate, Decision, Fleet, PrefixMatch, PromptKeys, Rejection, Worker
+from kvroute.types import NO_MATCH, Candidate, Decision, Fleet, PrefixMatch, Rejection, Worker
 
 log = structlog.get_logger(__name__)
 
@@ -44,6 +45,8 @@ class Choice(Struct, frozen=True):
     member: Member
     decision: Decision
     lease: Lease
+    match: PrefixMatch = NO_MATCH
+    """What the chosen worker is thought to hold of the prompt, whatever the policy made of it."""
 
 
 class Dispatcher:
@@ -52,22 +55,20 @@ class Dispatcher:
     def __init__(
         self,
         registry: Registry,
-        index: ApproximateIndex,
+        knowledge: Knowledge,
         metrics: Metrics,
         policy: NamedPolicy,
         *,
         shadow: NamedPolicy | None = None,
-        chunk_bytes: int,
         budget_s: float,
         clock: Clock,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._registry = registry
-        self._index = index
+        self._knowledge = knowledge
         self._metrics = metrics
         self._policy = policy
         self._shadow = shadow
-        self._chunk_bytes = chunk_bytes
         self._patience = _Patience(policy.name, budget_s, metrics)
         self._shadow_patience = None if shadow is None else _Patience(shadow.name, budget_s, metrics)
         self._clock = clock
@@ -81,13 +82,22 @@ class Dispatcher:
     def policy_name(self) -> str:
         return self._policy.name
 
-    def choose(self, request: ParsedRequest, tried: Collection[Member] = ()) -> Choice:
+    async def prepare(self, request: ParsedRequest) -> Prompt:
+        """The prompt to choose for: its keys, and what a remote conductor knows of them."""
+        if not self._needs_prefix:
+            return NO_PROMPT
+        prompt = self._knowledge.keys(request)
+        if self._knowledge.remote is None or not prompt.sets:
+            return prompt
+        eligible = self._registry.eligible(request.view.model, self._clock())
+        return await self._knowledge.ask(prompt, eligible)
+
+    def choose(self, request: ParsedRequest, prompt: Prompt, tried: Collection[Member] = ()) -> Choice:
         """Pick a worker outside `tried` and charge it; raises GatewayError when there is none."""
         started = self._timer()
         now_s = self._clock()
         eligible = self._registry.eligible(request.view.model, now_s, tried)
-        keys = self._keys(request) if self._needs_prefix else None
-        fleet = self._fleet(eligible, keys, now_s)
+        fleet = self._fleet(eligible, prompt, now_s)
         decision = self._decide(request, fleet)
         if self._shadow is not None and self._shadow_patience is not None:
             self._ask_shadow(self._shadow, self._shadow_patience, request, fleet, decision)
@@ -96,28 +106,21 @@ class Dispatcher:
             message = f"rejected by policy {self._policy.name}: {shorten(str(decision.reason))}"
             raise GatewayError(Failure.REJECTED, message, retry_after_s=_retry_after_s(decision))
         member = self._registry.members[decision.candidate.decode.id]
-        if keys is not None:
-            self._index.insert(member.worker.id, keys.keys)
+        match = NO_MATCH
+        if prompt.sets:
+            match = fleet.matches[eligible.ids.index(member.worker.id)]
+            self._knowledge.routed(member, prompt)
         self._metrics.decisions.add(self._policy.name, decision.reason)
         uncached_tokens = max(0, request.view.prompt_tokens - decision.matched_tokens)
         self._decision_time.observe(self._timer() - started)
-        return Choice(member, decision, self._registry.charge(member, uncached_tokens, now_s))
+        return Choice(member, decision, self._registry.charge(member, uncached_tokens, now_s), match)
 
-    def _keys(self, request: ParsedRequest) -> PromptKeys | None:
-        keys, reason = request.prompt_keys(self._chunk_bytes)
-        if keys is None:
-            self._metrics.no_keys.add(reason or "none")
-        else:
-            self._metrics.prompts.add(keys.mode.value)
-        return keys
-
-    def _fleet(self, eligible: Eligible, keys: PromptKeys | None, now_s: float) -> Fleet:
-        if keys is None:
+    def _fleet(self, eligible: Eligible, prompt: Prompt, now_s: float) -> Fleet:
+        if not prompt.sets:
             return Fleet(now_s, eligible.workers, eligible.loads)
-        index, ids = self._index, eligible.ids
-        block_tokens = keys.block_tokens
-        matches = [PrefixMatch(blocks * block_tokens) for blocks in index.match(keys.keys, ids)]
-        return Fleet(now_s, eligible.workers, eligible.loads, matches, _HeldBlocks(index, ids))
+        knowledge, ids = self._knowledge, eligible.ids
+        matches = knowledge.match(prompt, eligible)
+        return Fleet(now_s, eligible.workers, eligible.loads, matches, _HeldBlocks(knowledge.index, ids))
 
     # --- the policy, and what stands in for it -------------------------------------------------
 
@@ -243,7 +246,7 @@ class _HeldBlocks(Sequence[int]):
 
     __slots__ = ("_ids", "_index")
 
-    def __init__(self, index: ApproximateIndex, ids: Sequence[str]) -> None:
+    def __init__(self, index: PrefixIndex, ids: Sequence[str]) -> None:
         self._index = index
         self._ids = ids
 

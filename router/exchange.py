@@ -11,10 +11,11 @@ from kvroute.router.client import ClientConnection
 from kvroute.router.dispatch import Choice, Dispatcher
 from kvroute.router.errors import REASONS, Failure, GatewayError
 from kvroute.router.heads import request_head, response_head
+from kvroute.router.knowledge import NO_PROMPT, Knowledge, Prompt
 from kvroute.router.meter import NO_USAGE, Meter, Usage
 from kvroute.router.metrics import Metrics
+from kvroute.router.parsed_request import ParsedRequest, TokenSource
 from kvroute.router.request_parser import Request
-from kvroute.router.request_view import ParsedRequest
 from kvroute.router.retry import RetryBudget
 from kvroute.router.upstream import Response, StaleConnection, UpstreamConnection
 from kvroute.router.workers import IN_BAND_ERROR, Member, Registry
@@ -33,6 +34,8 @@ class Services(Struct, frozen=True):
     dispatcher: Dispatcher
     metrics: Metrics
     retry_budget: RetryBudget
+    knowledge: Knowledge
+    tokens: TokenSource | None = None
 
 
 class Exchange:
@@ -53,6 +56,7 @@ class Exchange:
         self._services = services
         self._request = request
         self._parsed = parsed
+        self._prompt = NO_PROMPT
         self._client = client
         self._request_id = request_id
         self._deadline_s = request.received_s + services.config.timeouts.total_s
@@ -73,7 +77,9 @@ class Exchange:
 
     async def run(self) -> None:
         """Relay one response; raises GatewayError when none came and nothing was written to the client."""
-        choice: Choice | None = self._services.dispatcher.choose(self._parsed)
+        dispatcher = self._services.dispatcher
+        self._prompt = await dispatcher.prepare(self._parsed)
+        choice: Choice | None = dispatcher.choose(self._parsed, self._prompt)
         while choice is not None:
             choice = await self._attempt(choice)
 
@@ -89,7 +95,8 @@ class Exchange:
             budget = services.retry_budget
             try:
                 services.registry.eligible(self._parsed.view.model, monotonic(), self._tried)
-                choice = services.dispatcher.choose(self._parsed, self._tried) if budget.take() else None
+                dispatcher = services.dispatcher
+                choice = dispatcher.choose(self._parsed, self._prompt, self._tried) if budget.take() else None
             except GatewayError:
                 metrics.retries_denied.add("no_other_worker")
                 return None
@@ -198,7 +205,8 @@ class Exchange:
         assert connection is not None
         assert meter is not None
         client.drop_request_body()
-        self._parsed = ParsedRequest(self._parsed.view)  # lets go of the prompt's text
+        self._parsed = ParsedRequest(self._parsed.view)  # lets go of the prompt's text, and of its keys
+        self._prompt = Prompt(mode=self._prompt.mode)
         client.reads_from(connection)
         feed, write = meter.feed, client.write
 
@@ -243,7 +251,7 @@ class Exchange:
         metrics, member = self._services.metrics, choice.member
         received_s = self._request.received_s
         first_s = None if self._meter is None else self._meter.first_s
-        matched_tokens = choice.decision.matched_tokens
+        matched_tokens = choice.match.tokens
         metrics.worker_requests.add(member.endpoint.url)
         if failure is not None:
             metrics.upstream_errors.add(member.endpoint.url, failure)
@@ -255,18 +263,16 @@ class Exchange:
             metrics.cached_tokens.add(by=usage.cached_tokens or 0)
         if matched_tokens:
             metrics.matched_tokens.add(by=matched_tokens)
-        self._services.registry.observe(
-            member,
-            Outcome(
-                member.worker,
-                status,
-                failure,
-                None if first_s is None else first_s - received_s,
-                monotonic() - received_s,
-                usage.prompt_tokens,
-                usage.cached_tokens,
-                usage.completion_tokens,
-                matched_tokens,
-            ),
-            is_trial=choice.lease.is_trial,
+        outcome = Outcome(
+            member.worker,
+            status,
+            failure,
+            None if first_s is None else first_s - received_s,
+            monotonic() - received_s,
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.completion_tokens,
+            matched_tokens,
         )
+        self._services.registry.observe(member, outcome, is_trial=choice.lease.is_trial)
+        self._services.knowledge.observe(self.model_label, self._prompt, choice.match, outcome)

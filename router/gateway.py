@@ -20,8 +20,9 @@ from kvroute.router.control import PUBLIC_PATHS
 from kvroute.router.errors import Failure, GatewayError, shorten
 from kvroute.router.exchange import OTHER, Exchange, Services
 from kvroute.router.metrics import gauge
+from kvroute.router.parsed_request import ParsedRequest
 from kvroute.router.request_parser import Request
-from kvroute.router.request_view import MalformedBody, ParsedRequest, parse_request
+from kvroute.router.request_view import MalformedBody, parse_request
 from kvroute.router.workers import State
 
 if TYPE_CHECKING:
@@ -110,17 +111,16 @@ class Gateway:
             raise GatewayError(Failure.OVERLOADED, message, retry_after_s=1)
         self._services.retry_budget.request()
 
-    @staticmethod
-    def _parse(request: Request) -> ParsedRequest:
+    def _parse(self, request: Request) -> ParsedRequest:
         try:
-            return parse_request(request.target, request.fields, request.body)
+            return parse_request(request.target, request.fields, request.body, self._services.tokens)
         except MalformedBody as error:
             raise GatewayError(Failure.MALFORMED, str(error), param=error.field) from None
 
     def _parse_large(self, request: Request) -> ParsedRequest:
         """In a thread: keys too, since making those of a long prompt is half of the work."""
         parsed = self._parse(request)
-        parsed.prompt_keys(self._services.config.prefix_index.chunk_bytes)
+        self._services.knowledge.make_keys(parsed)
         return parsed
 
     def _request_id(self, request: Request) -> str:

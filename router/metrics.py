@@ -149,6 +149,11 @@ class Metrics:
             "Prompts with keys, by how the keys were made: from tokens or from bytes.",
             ("mode",),
         )
+        self.approximate = Counter(
+            "kvroute_prompts_approximate",
+            "Prompts whose keys were made from bytes, by why their tokens were not known.",
+            ("reason",),
+        )
         self.retries = Counter("kvroute_retries", "Attempts on another worker, by what failed.", ("reason",))
         self.retries_denied = Counter("kvroute_retries_denied", "Failures not retried, by why.", ("reason",))
         self.stale = Counter(
@@ -197,7 +202,7 @@ class Metrics:
             ("model",),
         )
         self.decision_time = Histogram(
-            "kvroute_decision_seconds", "Time to decide, keys included.", DECISION_BOUNDS_S
+            "kvroute_decision_seconds", "Time to decide: matches, policy, charge.", DECISION_BOUNDS_S
         )
         self._families = [item for item in vars(self).values() if isinstance(item, Counter | Histogram)]
         self._sources: list[GaugeSource] = []

@@ -3,7 +3,7 @@
 The gateway refuses only what it cannot route on: a body that is not JSON, not an object, or names its
 model by something other than a string, on the generation routes. Anything else passes and the engine
 judges it, an empty body and one of another content type included. A prompt that gives no keys says why,
-by one of `NO_KEYS`.
+by one of `parsed_request.NO_KEYS`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,10 @@ import msgspec
 import orjson
 from msgspec import Raw, Struct
 
-from kvroute.conductor.keys import BYTES_PER_TOKEN, byte_keys, namespace_key
+from kvroute.conductor.keys import BYTES_PER_TOKEN, TOKEN_ID_BYTES, namespace_key
 from kvroute.conductor.prompts import ROUTES
-from kvroute.types import PromptKeys, RequestView
-
-NO_KEYS = ("route", "content_type", "empty", "shape", "short")
-"""Why a prompt has no keys: not a prompt route; not a JSON body; no prompt or an empty one; a prompt of no
-shape an engine takes; shorter than one chunk. A fixed set, fit for a metric label."""
+from kvroute.router.parsed_request import ParsedRequest, TokenIds, TokenSource
+from kvroute.types import RequestView
 
 SESSION_HEADERS = frozenset({b"x-session-id", b"x-kvroute-session"})
 SESSION_FIELDS = (
@@ -39,9 +36,10 @@ is last: it is the coarsest, and one user may hold many conversations."""
 _SESSION_ROOTS = frozenset(name for name, _ in SESSION_FIELDS)
 NAMESPACE_FIELDS = frozenset({"lora_name", "lora_path", "cache_salt", "extra_key"})
 """Body fields that keep equal prompts apart, beside the model."""
+NO_TOKENIZER = "no_tokenizer"
+TOO_LARGE = "too_large"
+"""The body is outlined, see `OUTLINE_ABOVE_BYTES`."""
 OUTLINE_ABOVE_BYTES = 2**20
-MAX_KEYED_BYTES = 4 * 2**20
-"""About a million tokens; what a longer prompt adds is not told apart."""
 MAX_CACHED_CHARS = 128
 """Longer model names are clients' inventions: their keys are not worth keeping."""
 _TRUTHY = frozenset({"true", "1", "yes", "on", "t", "y"})
@@ -55,38 +53,12 @@ class MalformedBody(Exception):
         self.field = field
 
 
-class ParsedRequest(Struct):
-    """A request's view and, on demand, its prompt keys. Drop it once routed: it holds the prompt's text."""
-
-    view: RequestView
-    no_keys: str | None = None
-    """One of `NO_KEYS` when the prompt gives no keys whatever the chunk size."""
-    _prompt: bytes = b""
-    _root: int = 0
-    """Root of the key chain: what separates this prompt from equal text elsewhere."""
-    _keys: tuple[int, PromptKeys] | None = None
-
-    def prompt_bytes(self) -> bytes:
-        """The canonical bytes that byte keys are made of; empty when there is no prompt."""
-        return self._prompt
-
-    def prompt_keys(self, chunk_bytes: int) -> tuple[PromptKeys | None, str | None]:
-        """Keys of the full chunks, made once; or None and the reason, one of `NO_KEYS`."""
-        made = self._keys
-        if made is not None and made[0] == chunk_bytes:
-            return made[1], None
-        if self.no_keys is not None:
-            return None, self.no_keys
-        if len(self._prompt) < chunk_bytes:
-            return None, "short"
-        keys = byte_keys(self._prompt[:MAX_KEYED_BYTES], self._root, chunk_bytes)
-        self._keys = chunk_bytes, keys
-        return keys, None
-
-
-def parse_request(target: bytes, headers: Mapping[bytes, bytes], body: bytes) -> ParsedRequest:
+def parse_request(
+    target: bytes, headers: Mapping[bytes, bytes], body: bytes, tokens: TokenSource | None = None
+) -> ParsedRequest:
     """Read one request; `headers` by lower-case name. Raises `MalformedBody` (see above) and nothing else."""
-    route = ROUTES.get(target.partition(b"?")[0])
+    path = target.partition(b"?")[0]
+    route = ROUTES.get(path)
     is_json = _is_json(headers.get(b"content-type"))
     session_id = None
     if not SESSION_HEADERS.isdisjoint(headers):
@@ -100,17 +72,22 @@ def parse_request(target: bytes, headers: Mapping[bytes, bytes], body: bytes) ->
         return _parse_other(session_id, body)
     fields = _load(body)
     model = _model(fields)
+    session_id = session_id or _session_id(fields)
+    stream = _is_true(fields.get("stream"))
+    ids = NO_TOKENIZER if tokens is None else tokens(model, path, fields)
+    if isinstance(ids, TokenIds):
+        return ParsedRequest(
+            RequestView(model, session_id, sum(map(len, ids.prompts)) // TOKEN_ID_BYTES, stream),
+            _ids=ids.prompts,
+            _root=_root(ids.model, fields, "ids", ids.adapter),
+        )
     prompt = route.prompt(fields)
     return ParsedRequest(
-        RequestView(
-            model,
-            session_id or _session_id(fields),
-            -(-len(prompt.data) // BYTES_PER_TOKEN),
-            _is_true(fields.get("stream")),
-        ),
+        RequestView(model, session_id, -(-len(prompt.data) // BYTES_PER_TOKEN), stream),
         prompt.no_keys,
+        ids,
         prompt.data,
-        _root(model, fields, prompt.domain),
+        _root=_root(model, fields, prompt.domain),
     )
 
 
@@ -157,7 +134,8 @@ def _parse_outline(is_prompt_route: bool, session_id: str | None, body: bytes) -
         outline.model, session_id, -(-len(prompt) // BYTES_PER_TOKEN), bytes(outline.stream) == b"true"
     )
     no_keys = "route" if not is_prompt_route else None if prompt else "empty"
-    return ParsedRequest(view, no_keys, prompt, namespace_key(outline.model, cache_salt=salt, domain="json"))
+    root = namespace_key(outline.model, cache_salt=salt, domain="json")
+    return ParsedRequest(view, no_keys, TOO_LARGE, prompt, _root=root)
 
 
 def _parse_other(session_id: str | None, body: bytes) -> ParsedRequest:
@@ -229,15 +207,15 @@ def _kind(value: Any) -> str:
     return "an array" if isinstance(value, list) else "an object"
 
 
-def _root(model: str | None, fields: Mapping[str, Any], domain: str) -> int:
-    """Root of the key chain of one prompt."""
+def _root(model: str | None, fields: Mapping[str, Any], domain: str, adapter: str | None = None) -> int:
+    """Root of the key chain of one prompt; an adapter is a model's own name, or stands in the body."""
     if NAMESPACE_FIELDS.isdisjoint(fields):
         if model is None or len(model) <= MAX_CACHED_CHARS:
-            return _root_of_model(model, domain)
-        return namespace_key(model, domain=domain)
+            return _root_of_model(model, domain, adapter)
+        return namespace_key(model, adapter, domain=domain)
     return namespace_key(
         model,
-        _namespace_part(fields.get("lora_name")) or _namespace_part(fields.get("lora_path")),
+        adapter or _namespace_part(fields.get("lora_name")) or _namespace_part(fields.get("lora_path")),
         _namespace_part(fields.get("cache_salt")),
         _namespace_part(fields.get("extra_key")),
         domain,
@@ -245,8 +223,8 @@ def _root(model: str | None, fields: Mapping[str, Any], domain: str) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _root_of_model(model: str | None, domain: str) -> int:
-    return namespace_key(model, domain=domain)
+def _root_of_model(model: str | None, domain: str, adapter: str | None) -> int:
+    return namespace_key(model, adapter, domain=domain)
 
 
 def _namespace_part(value: Any) -> str | None:

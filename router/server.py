@@ -17,7 +17,6 @@ from prometheus_client.core import CounterMetricFamily, Metric
 
 from kvroute import __version__
 from kvroute.clock import monotonic
-from kvroute.conductor.approximate import ApproximateIndex
 from kvroute.config import Config, ConfigError
 from kvroute.config_groups import PolicyConfig
 from kvroute.endpoint import Endpoint, http_origin, join_host_port
@@ -29,8 +28,10 @@ from kvroute.router.dispatch import Dispatcher, NamedPolicy
 from kvroute.router.exchange import Services
 from kvroute.router.gateway import Gateway
 from kvroute.router.health import Prober
+from kvroute.router.knowledge import Knowledge
 from kvroute.router.metrics import Metrics, gauge
 from kvroute.router.pool import UpstreamPool
+from kvroute.router.replicas import Replicas, shared_options
 from kvroute.router.retry import RetryBudget
 from kvroute.router.sweeper import Sweeper
 from kvroute.router.workers import Member, Registry, State
@@ -40,8 +41,6 @@ log = structlog.get_logger(__name__)
 BACKLOG = 2048
 ADMIN_CLOSE_S = 1
 """How long an admin request under way may hold up the end."""
-SWEEP_NODES = 500
-SWEEP_PAUSE_S = 0.02
 
 
 class PortInUse(Exception):
@@ -77,12 +76,12 @@ class GatewayServer:
     def __init__(self, config: Config) -> None:
         self._config = config
         self.metrics = Metrics()
-        self.index = ApproximateIndex(config.prefix_index.max_bytes)
         self._policy = _named_policy(config.policy, "policy")
         self._shadow = (
             None if config.shadow_policy is None else _named_policy(config.shadow_policy, "shadow_policy")
         )
         self._tls = _tls_context(config)
+        self._shared = shared_options(config.redis)
         self._draining = False
         self.url = ""
         self.admin_url: str | None = None
@@ -109,22 +108,37 @@ class GatewayServer:
         )
         self.registry.on_change(self._member_changed)
         self._prober = Prober(self.registry, config.health)
+        self.knowledge = Knowledge(config, self.registry, self.metrics)
+        self.knowledge.start()
+        self.replicas = None
+        if self._shared is not None:
+            self.replicas = Replicas(self._shared, self.registry, self.knowledge.predict, self.metrics)
+            self.knowledge.on_routed(self.replicas.routed)
         dispatcher = Dispatcher(
             self.registry,
-            self.index,
+            self.knowledge,
             self.metrics,
             self._policy,
             shadow=self._shadow,
-            chunk_bytes=config.prefix_index.chunk_bytes,
             budget_s=config.policy_budget_s,
             clock=monotonic,
         )
-        services = Services(config, self.registry, dispatcher, self.metrics, RetryBudget(config.retry))
+        services = Services(
+            config, self.registry, dispatcher, self.metrics, RetryBudget(config.retry), self.knowledge
+        )
         app = make_app(
-            self.registry, self.metrics, draining=lambda: self._draining, admin_token=config.admin.token
+            self.registry,
+            self.metrics,
+            draining=lambda: self._draining,
+            admin_token=config.admin.token,
+            decided=None if self.replicas is None else self.replicas.decided,
         )
         self.state = ServerState(Gateway(services, app), config.limits, config.timeouts, sweeper, loop)
         self.metrics.add_source(self)
+        for worker in config.workers:
+            self.registry.add(worker)
+        if self.replicas is not None:
+            await self.replicas.state.start()
         self._server = await loop.create_server(lambda: ClientConnection(self.state), sock=data_socket)
         self.url = url_of(data_socket)
         if admin_socket is not None:
@@ -139,8 +153,6 @@ class GatewayServer:
                 )
             )
             self._admin_task = loop.create_task(self._admin.serve(sockets=[admin_socket]))
-        for worker in config.workers:
-            self.registry.add(worker)
         log.info("listening", url=self.url, admin_url=self.admin_url, policy=self._policy.name)
 
     async def stop(self) -> None:
@@ -165,6 +177,9 @@ class GatewayServer:
         await self._prober.close()
         for member in list(self.registry.members.values()):
             self.registry.remove(member)
+        if self.replicas is not None:
+            await self.replicas.state.stop()
+        await self.knowledge.close()
         if self.admin_url is not None:
             self._admin.should_exit = True
             await self._admin_task
@@ -195,31 +210,15 @@ class GatewayServer:
             await stopping
 
     def _member_changed(self, member: Member) -> None:
-        if member.state is State.GONE:
-            self.index.remove_worker(member.worker.id)
-            self._sweep_index()
-            if all(other.endpoint.url != member.endpoint.url for other in self.registry.members.values()):
-                self.metrics.forget_worker(member.endpoint.url)
-
-    def _sweep_index(self) -> None:
-        """Give back a removed worker's entries bit by bit, so that no request waits for it."""
-        if self.index.sweep(SWEEP_NODES):
-            asyncio.get_running_loop().call_later(SWEEP_PAUSE_S, self._sweep_index)
+        if member.state is State.GONE and all(
+            other.endpoint.url != member.endpoint.url for other in self.registry.members.values()
+        ):
+            self.metrics.forget_worker(member.endpoint.url)
 
     def gauges(self) -> Iterator[Metric]:
-        index = self.index
-        yield gauge(
-            "kvroute_index_blocks", "Distinct prefix blocks the index knows.", (), [((), index.entries)]
-        )
-        yield gauge(
-            "kvroute_index_bytes", "Estimated memory of the index.", (), [((), index.estimated_bytes)]
-        )
         dropped = CounterMetricFamily("kvroute_log_lines_dropped", "Log lines not written.", labels=())
         dropped.add_metric((), logs.writer.dropped if logs.writer is not None else 0)
         yield dropped
-        evicted = CounterMetricFamily("kvroute_index_evicted_blocks", "Blocks dropped for room.", labels=())
-        evicted.add_metric((), index.evicted_blocks)
-        yield evicted
         yield gauge("kvroute_build_info", "1; the version is a label.", ("version",), [((__version__,), 1)])
         yield gauge(
             "kvroute_client_connections", "Open client connections.", (), [((), len(self.state.connections))]

@@ -6,10 +6,10 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -90,6 +90,30 @@ class Member:
         return f"<Member {self.worker.id} {self.state.value} requests={self.requests} {self.breaker!r}>"
 
 
+class Identity(NamedTuple):
+    """What a served model name stands for."""
+
+    model: str
+    """The base model's first name; equal on all workers that list their names in the same order."""
+    adapter: str | None
+    engine: EngineKind
+
+
+def base_model(member: Member) -> str | None:
+    """The first name of its base model; None while it has told of none."""
+    return next((card["id"] for card in member.cards if not card.get("parent")), None)
+
+
+def identities(member: Member) -> Iterator[tuple[str, Identity]]:
+    """By served name, base model first. A card with a parent is an adapter's; other names are aliases."""
+    base, engine = base_model(member), member.worker.engine
+    if base is None:
+        return
+    for card in member.cards:
+        name = card["id"]
+        yield name, Identity(base, name if card.get("parent") else None, engine)
+
+
 @dataclass(frozen=True, slots=True)
 class Eligible:
     """Members that may take a request now; parallel sequences, never empty."""
@@ -155,6 +179,7 @@ class Registry:
         self.members: dict[str, Member] = {}
         self._eligible: dict[str | None, Eligible] = {}
         self._models: frozenset[str] = frozenset()
+        self._identities: dict[str, Identity] = {}
         self._ramping: set[Member] = set()
         self._stale_at_s = float("inf")
         self._listeners: list[Callable[[Member], None]] = []
@@ -241,11 +266,23 @@ class Registry:
         self._eligible.clear()
         live = [m for m in self.members.values() if m.state is not State.GONE]
         self._models = frozenset(name for m in live for name in m.worker.models)
+        self._identities = {}
+        for name, identity in itertools.chain.from_iterable(map(identities, live)):
+            self._identities.setdefault(name, identity)
         opens = [m.breaker.open_until_s for m in live if m.breaker.open_until_s is not None]
         now = self._clock()
         self._stale_at_s = min((at for at in opens if at > now), default=float("inf"))
 
     # --- choosing ------------------------------------------------------------------------------
+
+    def identify(self, model: str | None) -> Identity | None:
+        """The base model and adapter that a served name stands for; None for a name that nobody serves.
+
+        A request that names no model is for the first worker's.
+        """
+        if model is None:
+            return next(iter(self._identities.values()), None)
+        return self._identities.get(model)
 
     @property
     def models(self) -> frozenset[str]:

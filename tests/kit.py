@@ -337,7 +337,7 @@ async def gateway(*engines: Engine, ready: bool = True, **fields: Any) -> AsyncI
         yield server
         await until(lambda: all(m.load.requests == 0 for m in server.registry.members.values()))
         server.registry.check_integrity()
-        server.index.check_integrity()
+        server.knowledge.index.check_integrity()
         assert all(m.load.pending_prefill_tokens == 0 for m in server.registry.members.values())
     finally:
         await server.stop()

@@ -177,7 +177,7 @@ class PrefixIndex(Group):
     chunk_bytes: Annotated[int, Field(ge=64, le=65536)] = Field(
         default=512, description="block of a prompt whose tokens are not known"
     )
-    max_bytes: Annotated[int, Field(ge=2**16)] = Field(
+    max_bytes: Annotated[int, Field(ge=2**20)] = Field(
         default=256 * 2**20, description="predictions go first when it is full"
     )
     prediction_s: Seconds = Field(
@@ -186,8 +186,19 @@ class PrefixIndex(Group):
     kv_events: bool = Field(default=True, description="follow the workers that publish KV events")
 
 
+class PrefillConfig(Group):
+    """What prompt tokens of a model weigh and take, to tell what cache hits save."""
+
+    token_s: Annotated[float, Field(ge=0)] = Field(default=0.0, description="GPU seconds per prompt token")
+    attention_s: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="seconds per pair of a token and one before it"
+    )
+    kv_bytes_per_token: Annotated[int, Field(ge=0)] = 0
+    gpus: Count = Field(default=1, description="that work on one prefill")
+
+
 class ModelConfig(Group):
-    """How prompts of one model become token ids. A bare path is accepted in its place."""
+    """How prompts of one model become token ids, and what they cost. A bare path stands for `tokenizer`."""
 
     tokenizer: Path | None = Field(
         default=None, description="directory of tokenizer.json and tokenizer_config.json, or the former"
@@ -197,6 +208,7 @@ class ModelConfig(Group):
         default="local",
         description="local: this tokenizer; engine: the worker's /tokenize; bytes: approximate keys only",
     )
+    prefill: PrefillConfig = PrefillConfig()
 
     @model_validator(mode="before")
     @classmethod

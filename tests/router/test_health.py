@@ -162,10 +162,10 @@ async def test_an_engine_that_restarts_at_its_address_is_a_new_incarnation_and_s
             answer = await ask(server.url, CHAT, BODY)
         assert "reason=match" in (answer.header("x-kvroute-decision") or "")
         old = member_of(server, engine)
-        assert server.index.held_blocks(old.worker.id) > 0
+        assert server.knowledge.index.held_blocks(old.worker.id) > 0
         at = await restarted(engine)
         await until(lambda: old.state is State.GONE)
-        assert server.index.held_blocks(old.worker.id) == 0
+        assert server.knowledge.index.held_blocks(old.worker.id) == 0
         await until(lambda: any(m.state is State.READY for m in server.registry.members.values()))
         answer = await ask(server.url, CHAT, BODY)
         assert time.monotonic() - at < 3

@@ -54,7 +54,7 @@ async def test_what_the_index_knew_of_a_worker_goes_with_it() -> None:
         old = member_of(server, engine)
         for number in range(50):
             await ask(server.url, "/v1/completions", {"model": "m", "prompt": f"{number}" * 3000})
-        assert server.index.held_blocks(old.worker.id) >= 50
+        assert server.knowledge.index.held_blocks(old.worker.id) >= 50
         held.released.clear()
         waiting = asyncio.create_task(
             ask(server.url, "/v1/completions", {"model": "m", "prompt": "last" * 1000})
@@ -63,8 +63,8 @@ async def test_what_the_index_knew_of_a_worker_goes_with_it() -> None:
         server.registry.remove(old)
         held.release()
         assert (await waiting).status == 200
-        await until(lambda: server.index.entries == 0)
-        assert server.index.held_blocks(old.worker.id) == 0
+        await until(lambda: server.knowledge.index.entries == 0)
+        assert server.knowledge.index.held_blocks(old.worker.id) == 0
 
 
 async def test_every_request_ends_while_workers_come_and_go() -> None:

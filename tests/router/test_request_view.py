@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvroute.router.request_view import NO_KEYS, MalformedBody, ParsedRequest, parse_request
+from kvroute.router.parsed_request import NO_KEYS, ParsedRequest
+from kvroute.router.request_view import MalformedBody, parse_request
 from kvroute.types import KeyMode
 
 JSON = {b"host": b"gateway", b"content-type": b"application/json; charset=utf-8"}
@@ -34,8 +35,9 @@ def user(content: Any, **fields: Any) -> dict[str, Any]:
 
 
 def keys(request: ParsedRequest, chunk_bytes: int = 64) -> list[int]:
-    made, reason = request.prompt_keys(chunk_bytes)
-    assert made is not None, reason
+    sets, reason = request.prompt_keys(chunk_bytes)
+    assert reason is None
+    ((made,),) = [one.values() for one in sets]
     return list(made.keys)
 
 
@@ -192,7 +194,7 @@ def test_what_the_engine_can_judge_is_left_to_it(fields: dict[str, Any]) -> None
     ],
 )
 def test_no_opinion_always_has_a_reason(path: str, fields: dict[str, Any], reason: str) -> None:
-    assert parse(path, **fields).prompt_keys(64) == (None, reason)
+    assert parse(path, **fields).prompt_keys(64) == ((), reason)
     assert reason in NO_KEYS
 
 
@@ -204,13 +206,13 @@ def test_a_body_that_is_not_json_passes_unread(media_type: bytes, path: str) -> 
     headers = {b"content-type": media_type, b"x-session-id": b"s"}
     request = parse_request(path.encode(), headers, b"\x00{ not json")
     assert (request.view.model, request.view.session_id) == (None, "s")
-    assert request.prompt_keys(64) == (None, "content_type" if path == CHAT else "route")
+    assert request.prompt_keys(64) == ((), "content_type" if path == CHAT else "route")
 
 
 @pytest.mark.parametrize("headers", [JSON, {}])
 def test_no_body_passes(headers: dict[bytes, bytes]) -> None:
-    assert parse_request(CHAT.encode(), headers, b"").prompt_keys(64) == (None, "empty")
-    assert parse_request(b"/v1/models", headers, b"").prompt_keys(64) == (None, "route")
+    assert parse_request(CHAT.encode(), headers, b"").prompt_keys(64) == ((), "empty")
+    assert parse_request(b"/v1/models", headers, b"").prompt_keys(64) == ((), "route")
 
 
 def test_a_prompt_route_without_a_content_type_is_read_as_json() -> None:
@@ -242,14 +244,14 @@ def test_an_unknown_json_route_names_its_model_and_refuses_nothing() -> None:
 )
 def test_every_prompt_route_has_keys(path: str, fields: dict[str, Any]) -> None:
     request = parse(path, **fields)
-    made, reason = request.prompt_keys(64)
+    sets, reason = request.prompt_keys(64)
     assert reason is None
-    assert made is not None
+    ((made,),) = [one.values() for one in sets]
     assert made.mode is KeyMode.BYTES
     assert len(made.keys) == len(request.prompt_bytes()) // 64 > 0
     assert made.prompt_tokens == request.view.prompt_tokens
     assert made.block_tokens == 16
-    assert request.prompt_keys(64)[0] is made
+    assert request.prompt_keys(64)[0] is sets
 
 
 def test_a_prompt_as_text_or_as_ids_alone_or_in_a_list() -> None:
