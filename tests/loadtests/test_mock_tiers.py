@@ -17,6 +17,7 @@ import zmq.asyncio
 from kvroute.conductor.tiers.registry import WRITE_BACKS
 from kvroute.loadtests.mock_engine import MockFleet, MockOptions
 from kvroute.loadtests.mock_engine.block_cache import BlockCache
+from kvroute.loadtests.mock_engine.loads import LoadQueue
 from kvroute.loadtests.mock_engine.lower_tiers import make_lower_tiers
 from kvroute.loadtests.mock_engine.scheduler import Scheduler
 from kvroute.loadtests.mock_engine.sequences import Phase, Sequence
@@ -141,6 +142,19 @@ def test_others_run_while_one_loads_and_loads_wait_for_each_other() -> None:
     assert arrived["2"] == pytest.approx(16 / GIGABYTE_BLOCKS, abs=step_s)
 
 
+def test_time_on_the_link_is_spent_once() -> None:
+    loads = LoadQueue()
+    one, two, three = (prompt(name, 1) for name in (1, 2, 3))
+    for sequence in (one, two, three):
+        loads.add(sequence, 2.0)
+    assert loads.advance(3.0) == [one]
+    assert loads.next_s == 1.0
+    loads.remove(two)
+    assert loads.advance(1.9) == []
+    assert loads.advance(0.2) == [three]
+    assert not loads
+
+
 def test_an_abort_while_loading_frees_everything() -> None:
     bench = Bench(10, cpu_blocks=100, cpu_load_bytes_per_s=1e6)
     bench.run(prompt(1, 8))
@@ -153,11 +167,13 @@ def test_an_abort_while_loading_frees_everything() -> None:
     assert (one.phase, bench.scheduler.running) == (Phase.LOADING, 2)
     bench.scheduler.abort(one)
     bench.scheduler.abort(one)
+    assert bench.scheduler.running == 1
     bench.scheduler.check_integrity()
     bench.outcomes.append(bench.scheduler.complete(step))
     while bench.step():
         pass
     assert (one.phase, two.phase) == (Phase.ENDED, Phase.ENDED)
+    assert (one.generated_tokens, two.generated_tokens) == (0, 1)
     assert bench.scheduler.cache.used_ratio == 0
 
 
