@@ -73,8 +73,6 @@ class RegisterBody(Body):
             check_endpoint("endpoint", value)
         except ValueError:
             raise ValueError(f"{value!r} cannot be used; accepted: {ACCEPTED_ENDPOINTS}") from None
-        if value.startswith("inproc:"):
-            raise ValueError(f"{value!r} is in no other process; accepted: {ACCEPTED_ENDPOINTS}")
         return value
 
     @model_validator(mode="before")
