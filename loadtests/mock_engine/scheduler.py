@@ -217,9 +217,7 @@ class Scheduler:
             if not self._take_room(sequence, None, budget):
                 return
             self.waiting.popleft()
-            if load_s := self._load_s(sequence):
-                sequence.phase = Phase.LOADING
-                self.loading.add(sequence, load_s)
+            if self._load(sequence):
                 continue
             sequence.phase = Phase.PREFILLING
             self.prefilling.append(sequence)
@@ -258,12 +256,15 @@ class Scheduler:
             self.below.read(usable[: hits + loads])
         return True
 
-    def _load_s(self, sequence: Sequence) -> float:
-        """Seconds until the computed part of a sequence just admitted is in the GPU."""
+    def _load(self, sequence: Sequence) -> bool:
+        """Whether the computed part of a sequence just admitted has to come up first."""
         computed_blocks = sequence.computed_tokens // self._block_tokens
         if self.below is None or computed_blocks == sequence.resident_blocks:
-            return 0.0
-        return self.below.load_s(sequence.keys[sequence.resident_blocks : computed_blocks])
+            return False
+        sequence.phase = Phase.LOADING
+        keys = sequence.keys[sequence.resident_blocks : computed_blocks]
+        self.loading.add(sequence, self.below.load_s(keys))
+        return True
 
     def _settled(self, outcome: Outcome) -> Outcome:
         """Note what was evicted, and let the tiers below follow."""

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
-from collections.abc import AsyncIterator
-from typing import Any
 
-import httpx
-import msgspec
 import pytest
-import zmq
-import zmq.asyncio
 
 from kvroute.conductor.tiers.registry import WRITE_BACKS
-from kvroute.loadtests.mock_engine import MockFleet, MockOptions
+from kvroute.loadtests.mock_engine import MockOptions
 from kvroute.loadtests.mock_engine.block_cache import BlockCache
 from kvroute.loadtests.mock_engine.loads import LoadQueue
 from kvroute.loadtests.mock_engine.lower_tiers import make_lower_tiers
@@ -97,6 +90,15 @@ def test_what_the_gpu_evicted_is_loaded_instead_of_computed() -> None:
     assert totals.prefill_tokens - computed == 1
     load_s = 8 / GIGABYTE_BLOCKS
     assert took_s == pytest.approx(load_s + bench.options.step_speed.step_s(1, 128.5, 0, 0))
+
+
+def test_a_load_that_takes_no_time_needs_room_all_the_same() -> None:
+    bench = Bench(10, cpu_blocks=100, cpu_load_bytes_per_s=math.inf)
+    bench.run(prompt(1, 8))
+    bench.run(prompt(2, 9))
+    again = prompt(1, 8)
+    bench.run(again)
+    assert (again.cached_tokens, again.generated_tokens) == (128, 1)
 
 
 def test_a_prefix_is_taken_from_the_gpu_first_and_then_from_below() -> None:
@@ -309,110 +311,3 @@ def test_without_tiers_nothing_is_told_of_any() -> None:
 def test_options_out_of_range_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MockOptions(**options)  # type: ignore[arg-type]
-
-
-# Over HTTP and ZMQ.
-
-
-async def everything_told(client: httpx.AsyncClient) -> list[dict[str, Any]]:
-    """All events since the engine started, by its replay socket."""
-    source = (await client.get("/kv_event_sources")).json()["0"]
-    events: list[dict[str, Any]] = []
-    with zmq.asyncio.Context.instance().socket(zmq.DEALER) as dealer:
-        dealer.linger = 0
-        dealer.connect(source["replay_endpoint"])
-        await dealer.send_multipart([b"", bytes(8)])
-        while True:
-            frames = await asyncio.wait_for(dealer.recv_multipart(), 2)
-            if frames[-2] == b"\xff" * 8:
-                return events
-            events += msgspec.msgpack.decode(frames[-1])[1]
-
-
-async def cached(client: httpx.AsyncClient, letter: str, blocks: int) -> int:
-    """Cached tokens that the engine reports for a prompt of so many blocks and a little more."""
-    body = {"prompt": letter * (64 * blocks + 4), "max_tokens": 1}
-    reply = await client.post("/v1/completions", json=body)
-    return int(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
-
-
-def options(**more: Any) -> MockOptions:
-    return MockOptions(speed=math.inf, kv_events=True, kv_blocks=12, cpu_blocks=40, **more)
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[httpx.AsyncClient]:
-    async with MockFleet(options()) as fleet, httpx.AsyncClient(base_url=fleet.urls[0]) as client:
-        yield client
-
-
-async def test_hits_below_the_gpu_show_in_usage_metrics_and_the_truth(client: httpx.AsyncClient) -> None:
-    assert [await cached(client, letter, 10) for letter in "ab"] == [0, 0]
-    left = (await client.get("/debug")).json()["kv"]
-    assert len(left["lower_tiers"]["CPU"]["hashes"]) == left["lower_tiers"]["CPU"]["stored"] == 20
-    assert await cached(client, "a", 10) == 160
-    truth = (await client.get("/debug")).json()
-    found = truth["tokens"]
-    assert found["prefill_cached"] + found["prefill_loaded"] == 160
-    assert found["prefill_loaded"] > 0
-    metrics = (await client.get("/metrics")).text
-    values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("vllm:"))
-    hits = {name.partition("{")[0]: float(value) for name, value in values.items() if "prefix_cache" in name}
-    assert hits["vllm:external_prefix_cache_hits_total"] == found["prefill_loaded"]
-    assert hits["vllm:prefix_cache_hits_total"] == found["prefill_cached"]
-    asked = hits["vllm:prefix_cache_queries_total"] - hits["vllm:prefix_cache_hits_total"]
-    assert hits["vllm:external_prefix_cache_queries_total"] == asked
-
-
-async def test_events_of_a_tier_come_by_hash_after_those_of_the_gpu(client: httpx.AsyncClient) -> None:
-    await cached(client, "a", 3)
-    gpu, cpu = await everything_told(client)
-    assert (gpu["medium"], gpu["type"]) == ("GPU", "BlockStored")
-    assert cpu == {
-        "type": "BlockStored",
-        "block_hashes": gpu["block_hashes"],
-        "parent_block_hash": None,
-        "token_ids": [],
-        "block_size": 16,
-        "lora_id": None,
-        "lora_name": None,
-        "medium": "CPU",
-    }
-
-
-async def test_a_full_tier_tells_what_it_drops(client: httpx.AsyncClient) -> None:
-    for letter in "abcde":
-        await cached(client, letter, 10)
-    held: set[int] = set()
-    for event in await everything_told(client):
-        if event["medium"] == "CPU":
-            change = held.update if event["type"] == "BlockStored" else held.difference_update
-            change(event["block_hashes"])
-    truth = (await client.get("/debug")).json()["kv"]["lower_tiers"]["CPU"]
-    assert held == set(truth["hashes"])
-    assert (len(held), truth["evicted"]) == (40, 10)
-
-
-async def test_a_reset_empties_the_tier_as_well(client: httpx.AsyncClient) -> None:
-    await cached(client, "a", 3)
-    await client.post("/reset_prefix_cache")
-    assert await cached(client, "a", 3) == 0
-    kinds = [(event["type"], event.get("medium")) for event in await everything_told(client)]
-    both = [("BlockStored", "GPU"), ("BlockStored", "CPU")]
-    assert kinds == [*both, ("AllBlocksCleared", None), *both]
-
-
-async def test_a_silent_tier_helps_and_says_nothing() -> None:
-    silent = options(tier_events=False)
-    async with MockFleet(silent) as fleet, httpx.AsyncClient(base_url=fleet.urls[0]) as client:
-        hits = [await cached(client, letter, 10) for letter in "aba"]
-        told = await everything_told(client)
-    assert hits == [0, 0, 160]
-    assert {event["medium"] for event in told} == {"GPU"}
-
-
-async def test_a_restart_forgets_the_tiers() -> None:
-    async with MockFleet(options()) as fleet, httpx.AsyncClient(base_url=fleet.urls[0]) as client:
-        await cached(client, "a", 10)
-        await fleet.engines[0].restart()
-        assert await cached(client, "a", 10) == 0
