@@ -10,6 +10,7 @@ from msgspec import Struct
 from kvroute.conductor.tokens.outcome import NotExact
 
 MAX_ID = 2**32 - 1
+HUGE = 2.0**63
 
 
 class Cut(Struct, frozen=True):
@@ -71,6 +72,19 @@ def sequence(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise NotExact("shape")
     return value
+
+
+def no_huge_numbers(value: Any) -> None:
+    """`NotExact` for a number of 2**63 or more: the body's parser may have made a float of an integer."""
+    if isinstance(value, float):
+        if abs(value) >= HUGE:
+            raise NotExact("shape")
+    elif isinstance(value, dict):
+        for item in value.values():
+            no_huge_numbers(item)
+    elif isinstance(value, list):
+        for item in value:
+            no_huge_numbers(item)
 
 
 def flat_prompts(value: Any) -> list[str | list[int]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -172,6 +173,7 @@ def _from_json(data: Mapping[str, Any]) -> TokenizerFiles:
 
 
 if __name__ == "__main__":
+    os.nice(5)
     sys.stdout.buffer.write(
         msgspec.json.encode(judge(_from_json(json.loads(sys.stdin.buffer.read())), int(sys.argv[1])))
     )

@@ -18,6 +18,7 @@ Reason = Literal[
     "template",
     "multimodal",
     "too_long",
+    "busy",
     "engine_error",
     "engine_timeout",
     "mismatch",
@@ -34,6 +35,7 @@ REASONS: Final[dict[Reason, str]] = {
     "template": "there is no chat template, it refuses the conversation, or the request brings its own",
     "multimodal": "images, audio or video: what they become depends on the engine's processor",
     "too_long": "the prompt is longer than what is tokenised",
+    "busy": "too many long prompts, or questions to engines, are under way",
     "engine_error": "the engine's own endpoint failed or answered something else",
     "engine_timeout": "the engine's own endpoint was not in time",
     "mismatch": "what the engine counted has lately not been what was predicted",
@@ -56,6 +58,8 @@ class Unavailable(Struct, frozen=True, gc=False):
     """No exact ids for this request; whoever asked falls back to approximate keys and counts the reason."""
 
     reason: Reason
+    predicted_tokens: int | None = None
+    """With "mismatch" on some requests: what would have been predicted, to be observed all the same."""
 
 
 class NotExact(Exception):

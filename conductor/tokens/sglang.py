@@ -10,12 +10,21 @@ from typing import Any
 
 import orjson
 
-from kvroute.conductor.tokens.call import ChatCall, FlatCall, flag, flat_prompts, mapping, optional_text
+from kvroute.conductor.tokens.call import (
+    ChatCall,
+    FlatCall,
+    flag,
+    flat_prompts,
+    mapping,
+    no_huge_numbers,
+    optional_text,
+)
 from kvroute.conductor.tokens.call import sequence as sequence_of
 from kvroute.conductor.tokens.call import text as text_of
 from kvroute.conductor.tokens.outcome import NotExact
 from kvroute.conductor.tokens.template import ChatTemplate
 from kvroute.conductor.tokens.vllm import EFFORTS, RESERVED_KWARGS
+from kvroute.conductor.tokens.yielding import YieldingList
 
 ROLES = frozenset({"system", "assistant", "tool", "function", "developer"})
 
@@ -23,7 +32,9 @@ ROLES = frozenset({"system", "assistant", "tool", "function", "developer"})
 def chat(fields: Mapping[str, Any], template: ChatTemplate) -> ChatCall:
     """/v1/chat/completions, without `input_ids` (see `generate`)."""
     parts = template.takes_parts_sglang
-    messages = [_message(mapping(message), parts) for message in sequence_of(fields.get("messages"))]
+    messages = [
+        _message(mapping(message), parts) for message in YieldingList(sequence_of(fields.get("messages")))
+    ]
     if not messages:
         raise NotExact("empty")
     suffix = ""
@@ -60,6 +71,7 @@ def generate(fields: Mapping[str, Any]) -> FlatCall:
 def _variables(fields: Mapping[str, Any]) -> dict[str, Any]:
     """`chat_template_kwargs` win over the request's own effort; an effort of none turns thinking off."""
     given = dict(mapping(fields.get("chat_template_kwargs") or {}))
+    no_huge_numbers(given)
     if not RESERVED_KWARGS.isdisjoint(given):
         raise NotExact("shape")
     effort = given.pop("reasoning_effort", None)
@@ -147,6 +159,7 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     given = mapping(tool.get("function"))
     if tool.get("defer_loading") is not None or given.get("defer_loading") is not None:
         raise NotExact("shape")
+    no_huge_numbers(given.get("parameters"))
     function = {
         "description": optional_text(given.get("description")),
         "name": text_of(given.get("name")),

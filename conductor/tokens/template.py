@@ -23,6 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvroute.conductor.tokens.content_format import takes_parts_sglang, takes_parts_vllm
 from kvroute.conductor.tokens.outcome import NotExact
+from kvroute.conductor.tokens.yielding import YieldingList
 
 _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 _NAME = "chat"
@@ -56,6 +57,7 @@ class ChatTemplate:
         Raises `NotExact("template")` when the template refuses the conversation, as the engine then does.
         """
         variables = {**UNSET, **self._special_tokens, **given}
+        messages = YieldingList(messages)
         if continue_final:
             return self._continue_final(messages, variables)
         return self._render(messages, variables)
@@ -85,7 +87,7 @@ class ChatTemplate:
             final["content"] = content + _CONTINUE_MARK
         else:
             raise NotExact("template")
-        rendered = self._render([*messages[:-1], final], variables)
+        rendered = self._render(YieldingList([*messages[:-1], final]), variables)
         if content.strip() not in rendered or (at := rendered.rfind(_CONTINUE_MARK.strip())) < 0:
             raise NotExact("template")
         kept = rendered[:at]

@@ -10,11 +10,21 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from kvroute.conductor.tokens.call import ChatCall, Cut, FlatCall, flag, flat_prompts, mapping, optional_text
+from kvroute.conductor.tokens.call import (
+    ChatCall,
+    Cut,
+    FlatCall,
+    flag,
+    flat_prompts,
+    mapping,
+    no_huge_numbers,
+    optional_text,
+)
 from kvroute.conductor.tokens.call import sequence as sequence_of
 from kvroute.conductor.tokens.call import text as text_of
 from kvroute.conductor.tokens.outcome import NotExact
 from kvroute.conductor.tokens.template import ChatTemplate
+from kvroute.conductor.tokens.yielding import YieldingList
 
 BILLING_HEADER = "x-anthropic-billing-header"
 """Claude Code's first system line; it changes with every request, and vLLM drops it."""
@@ -58,7 +68,7 @@ def chat(fields: Mapping[str, Any], template: ChatTemplate, defaults: Mapping[st
             fields.get("chat_template_kwargs"),
             add_generation_prompt=generate,
             tools=tools(fields.get("tools")),
-            documents=_documents(fields.get("documents")),
+            documents=documents(fields.get("documents")),
             effort=optional_text(fields.get("reasoning_effort")),
         ),
         continue_final,
@@ -83,6 +93,7 @@ def variables(
     override nothing; only what the template reads gets through.
     """
     given = mapping(given or {})
+    no_huge_numbers(given)
     if not RESERVED_KWARGS.isdisjoint(given) or not RESERVED_KWARGS.isdisjoint(defaults):
         raise NotExact("shape")
     if effort is not None and effort not in EFFORTS:
@@ -138,9 +149,8 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type", "function") != "function":
         raise NotExact("shape")
     given = mapping(tool.get("function"))
-    parameters = given.get("parameters")
-    if parameters is not None and not isinstance(parameters, dict):
-        raise NotExact("shape")
+    if (parameters := given.get("parameters")) is not None:
+        no_huge_numbers(mapping(parameters))
     defer = tool.get("defer_loading")
     function: dict[str, Any] = {
         "name": text_of(given.get("name")),
@@ -159,7 +169,8 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _documents(value: Any) -> list[Mapping[str, str]] | None:
+def documents(value: Any) -> list[Mapping[str, str]] | None:
+    """Checked, and as given."""
     if value is None:
         return None
     for document in sequence_of(value):
@@ -178,7 +189,7 @@ def conversation(
     if not messages:
         raise NotExact("empty")
     parts = template.takes_parts_vllm
-    made = [_message(message, parts, calls_as_given) for message in messages]
+    made = [_message(message, parts, calls_as_given) for message in YieldingList(messages)]
     if not template.knows_developer and any(message["role"] == "developer" for message in made):
         return _system_first(made)
     return made
@@ -209,7 +220,7 @@ def _message(message: Any, parts: bool, calls_as_given: bool) -> dict[str, Any]:
 
 
 def _content(role: str, content: Any, parts: bool) -> Any:
-    """A list of text parts when the template takes `parts`, else all texts that are not empty, a line each."""
+    """A list of text parts when the template takes `parts`, else all texts that are not empty, by line."""
     given = [content] if isinstance(content, str) else sequence_of([] if content is None else content)
     made: list[dict[str, Any]] = []
     for part in given:

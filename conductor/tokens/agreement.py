@@ -1,0 +1,89 @@
+"""Does the engine count the tokens that were predicted? A model whose predictions do not hold loses them."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from kvroute.clock import Clock
+
+DISTRUST_AT = 3.0
+FORGIVEN_PER_MATCH = 0.1
+"""So that distrust takes three mismatches close together, or more than one prediction in eleven for long."""
+PROBE_AFTER_S = 30.0
+PROBE_EVERY = 8
+TRUST_AFTER = 16
+
+
+class Use(Enum):
+    """What to do with a prediction now."""
+
+    EXACT = "exact"
+    PROBE = "probe"
+    """Make it and observe it, but route without it."""
+    NONE = "none"
+
+
+class Agreement:
+    """Of one model. Synchronous; belongs to one thread.
+
+    Trust is lost at `DISTRUST_AT` mismatches, each match making up for a tenth of one. Then, after
+    `PROBE_AFTER_S`, one request in `PROBE_EVERY` is predicted without effect, and trust returns after
+    `TRUST_AFTER` matches in a row; a mismatch among them starts the wait again.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.matches = 0
+        self.mismatches = 0
+        self.losses = 0
+        """How often trust was lost."""
+        self._clock = clock
+        self._score = 0.0
+        self._probe_from_s: float | None = None
+        self._asked = 0
+        self._in_a_row = 0
+
+    @property
+    def trusted(self) -> bool:
+        return self._probe_from_s is None
+
+    def use(self) -> Use:
+        """For the next request. Counts it."""
+        if self._probe_from_s is None:
+            return Use.EXACT
+        if self._clock() < self._probe_from_s:
+            return Use.NONE
+        self._asked += 1
+        return Use.PROBE if self._asked % PROBE_EVERY == 0 else Use.NONE
+
+    def observe_prompt_tokens(self, predicted: int, reported: int) -> bool:
+        """What the engine reported for a request whose tokens were predicted. True when trust changed."""
+        if predicted == reported:
+            self.matches += 1
+            return self._matched()
+        self.mismatches += 1
+        return self._mismatched()
+
+    def _matched(self) -> bool:
+        self._score = max(0.0, self._score - FORGIVEN_PER_MATCH)
+        if self._probe_from_s is None:
+            return False
+        self._in_a_row += 1
+        if self._in_a_row < TRUST_AFTER:
+            return False
+        self._probe_from_s, self._score = None, 0.0
+        return True
+
+    def _mismatched(self) -> bool:
+        self._in_a_row = 0
+        if self._probe_from_s is not None:
+            self._probe_from_s = self._clock() + PROBE_AFTER_S
+            return False
+        self._score += 1.0
+        if self._score < DISTRUST_AT:
+            return False
+        self._probe_from_s = self._clock() + PROBE_AFTER_S
+        self.losses += 1
+        return True
+
+    def __repr__(self) -> str:
+        return f"<Agreement {'trusted' if self.trusted else 'distrusted'} {self.matches}={self.mismatches}!>"
