@@ -96,9 +96,12 @@ def test_a_load_that_takes_no_time_needs_room_all_the_same() -> None:
     bench = Bench(10, cpu_blocks=100, cpu_load_bytes_per_s=math.inf)
     bench.run(prompt(1, 8))
     bench.run(prompt(2, 9))
-    again = prompt(1, 8)
-    bench.run(again)
-    assert (again.cached_tokens, again.generated_tokens) == (128, 1)
+    again = prompt(1, 8, output=5)
+    bench.scheduler.add(again)
+    while again.phase is not Phase.DECODING:
+        assert bench.step()
+    assert (again.cached_tokens, again.computed_tokens) == (128, 129)
+    assert (again.resident_blocks, again.private_blocks) == (8, 1)
 
 
 def test_a_prefix_is_taken_from_the_gpu_first_and_then_from_below() -> None:
