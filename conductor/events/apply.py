@@ -310,9 +310,9 @@ class Applier:
         if root is None:
             if len(self._roots) >= _ROOTS:
                 self._roots.popitem(last=False)
-            adapter, salt = name
-            namespace = msgspec.structs.replace(self._namespace, adapter=adapter, cache_salt=salt)
-            root = self._roots[name] = namespace.root("ids")
+            said = {"adapter": identity.adapter, "cache_salt": identity.salt}
+            said = {part: value for part, value in said.items() if value is not None}
+            root = self._roots[name] = msgspec.structs.replace(self._namespace, **said).root("ids")
         return root
 
     def _known(self, block_hash: int) -> bool:

@@ -82,7 +82,7 @@ class EventFeed:
         the engine says of itself; None: the first event says it (the holder enters the index then). Smaller
         blocks than `min_block_tokens` are grouped: the index then has blocks of their smallest multiple that
         is not below. `restored`, by rank: up to which batch the index already holds it (its holder was
-        added, with `block_tokens`); it is load only until the publisher has confirmed that batch. What the
+        added); it is load only until the publisher has confirmed that batch. What the
         index has of ranks that are not restored is cleared. A source may as well be the master of a Mooncake
         store: its objects are then known by what the engines followed here call them.
         Raises ValueError when the worker is followed already, a rank comes twice or there is no source.
@@ -92,21 +92,19 @@ class EventFeed:
             raise ValueError(f"worker {worker_id!r} is followed already, or the feed is closed")
         if not ranks or len(set(ranks)) < len(ranks):
             raise ValueError(f"sources must be one per rank and at least one, got ranks {ranks}")
-        if restored and block_tokens is None:
-            raise ValueError("restored needs block_tokens: that of the holders in the index")
         followed = self._workers[worker_id] = _Followed({})
         for source in sources:
             holder = Holder(worker_id, source.dp_rank)
             mark = (restored or {}).get(source.dp_rank)
-            if mark is not None and mark.seq < 0:
-                mark = None
-            if mark is None:
+            held_block_tokens = self._index.block_tokens(holder)
+            if mark is None or mark.seq < 0 or held_block_tokens is None:
+                mark, held_block_tokens = None, block_tokens
                 self._index.clear(holder)
             applier = Applier(
                 self._index,
                 holder,
                 namespace,
-                block_tokens=block_tokens,
+                block_tokens=held_block_tokens,
                 min_block_tokens=min_block_tokens,
                 silent_tier_blocks=silent_tier_blocks,
                 parked_bytes=self._limits.parked_bytes,

@@ -89,6 +89,11 @@ class Stream:
         return f"<Stream at {self.last_seq}, {state}, {len(self._waiting)} waiting>"
 
     @property
+    def asked(self) -> int:
+        """Number of the replay asked for last: answers to an earlier one must not be brought here."""
+        return self.counts["replays"]
+
+    @property
     def behind(self) -> bool:
         """True while something may be missing; to check an idle publisher is no reason to think so."""
         return self.replaying and not (self._only_check and not self._waiting and not self._ask_again)

@@ -246,7 +246,7 @@ class Subscriber:
             self.applier.clear()
             self.applied = Watermark()
             self._cleared(action.reason)
-        else:
+        elif not any(isinstance(later, AskReplay) for later in self._todo):
             self._ask(action)
 
     def _step(self) -> None:
@@ -264,34 +264,31 @@ class Subscriber:
         self._replay_task = self._spawn(self._replay(action))
 
     async def _replay(self, action: AskReplay) -> None:
-        me = asyncio.current_task()
+        number = self.stream.asked
         if action.attempt or self.source.replay_endpoint is None:
             await asyncio.sleep(_GRACE_S * 2**action.attempt)
-        outcome = await self._exchange(action.first_seq)
-        if self._replay_task is not me:
-            return
-        self._begin_slice()
-        if outcome:
-            self._todo.extend(self.stream.replay_ended())
-        else:
-            self._todo.extend(self.stream.replay_failed(self.source.replay_endpoint is None))
-        await self._work()
-        self._step()
+        ended = await self._exchange(action.first_seq, number)
+        if self.stream.asked == number:
+            nobody = self.source.replay_endpoint is None
+            self._begin_slice()
+            self._todo.extend(self.stream.replay_ended() if ended else self.stream.replay_failed(nobody))
+            await self._work()
+            self._step()
 
-    async def _exchange(self, first_seq: int) -> bool:
-        """Ask, and bring the answers in; False when they end too early."""
+    async def _exchange(self, first_seq: int, number: int) -> bool:
+        """Ask, and bring the answers in while no other replay is wanted; False when they end too early."""
         if self.source.replay_endpoint is None:
             return False
-        me, timeout_s = asyncio.current_task(), self._limits.replay_timeout_s
+        timeout_ms = int(self._limits.replay_timeout_s * 1000)
         socket = self._socket(zmq.DEALER, REPLAY_BATCHES)
+        ready: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
         try:
             socket.connect(self.source.replay_endpoint)
             await socket.send_multipart((b"", first_seq.to_bytes(8, "big")))
-            ready: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
-            while self._replay_task is me and await socket.poll(int(timeout_s * 1000)):
+            while self.stream.asked == number and await socket.poll(timeout_ms):
                 self._begin_slice()
                 with suppress(zmq.Again):
-                    while self._replay_task is me:
+                    while self.stream.asked == number:
                         frames = ready.recv_multipart(zmq.NOBLOCK)
                         if ends_replay(frames):
                             return True
