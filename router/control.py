@@ -16,6 +16,7 @@ from kvroute.clock import monotonic
 from kvroute.conductor.shared import Intent
 from kvroute.config_groups import WorkerConfig
 from kvroute.router.errors import Failure, GatewayError
+from kvroute.router.explain import Explainer
 from kvroute.router.metrics import Metrics
 from kvroute.router.workers import DuplicateWorker, Member, Registry, State
 
@@ -30,13 +31,17 @@ def make_app(
     draining: Callable[[], bool],
     admin_token: SecretStr | None,
     decided: Callable[[Member, Intent], None] | None = None,
+    explainer: Explainer | None = None,
 ) -> FastAPI:
     """`draining` is true from the first moment of a shutdown; `decided` is told what an operator does."""
     app = FastAPI(
         title="kvroute", version=__version__, openapi_url="/admin/openapi.json", docs_url=None, redoc_url=None
     )
     app.include_router(_public_routes(registry, metrics, draining))
-    app.include_router(_admin_routes(registry, admin_token, decided or _nobody))
+    authorised = Depends(_guard(admin_token))
+    app.include_router(_admin_routes(registry, authorised, decided or _nobody))
+    if explainer is not None:
+        app.include_router(_explain_routes(explainer, authorised))
     app.add_exception_handler(GatewayError, _gateway_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     return app
@@ -120,9 +125,9 @@ def _nobody(_member: Member, _intent: Intent) -> None:
     """No other replica is there to be told."""
 
 
-def _admin_routes(
-    registry: Registry, token: SecretStr | None, decided: Callable[[Member, Intent], None]
-) -> APIRouter:
+def _guard(token: SecretStr | None) -> Callable[[str], None]:
+    """The check that stands before every admin route."""
+
     def authorised(authorization: Annotated[str, Header()] = "") -> None:
         if token is None:
             return
@@ -132,7 +137,24 @@ def _admin_routes(
                 Failure.UNAUTHORIZED, "the admin API needs the token of admin.token as a Bearer token"
             )
 
-    routes = APIRouter(prefix="/admin/workers", dependencies=[Depends(authorised)])
+    return authorised
+
+
+def _explain_routes(explainer: Explainer, authorised: Any) -> APIRouter:
+    routes = APIRouter(prefix="/admin/explain", dependencies=[authorised])
+
+    @routes.post("")
+    async def explain(request: Request, path: str = "/v1/chat/completions") -> dict[str, Any]:
+        """What each worker holds of the prompt of this body, were it sent to `path`."""
+        return await explainer.explain(path, await request.body())
+
+    return routes
+
+
+def _admin_routes(
+    registry: Registry, authorised: Any, decided: Callable[[Member, Intent], None]
+) -> APIRouter:
+    routes = APIRouter(prefix="/admin/workers", dependencies=[authorised])
 
     def find(worker_id: str) -> Member:
         # Ids hold the worker's address, slashes included for a base path; the URL alone is not accepted,

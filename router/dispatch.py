@@ -76,7 +76,7 @@ class Dispatcher:
         self._decision_time = metrics.decision_time.of()
         self._turn = 0
         self._reasons: set[str] = set()
-        self._needs_prefix = policy.policy.needs_prefix or (shadow is not None and shadow.policy.needs_prefix)
+        self.needs_prefix = policy.policy.needs_prefix or (shadow is not None and shadow.policy.needs_prefix)
 
     @property
     def policy_name(self) -> str:
@@ -84,7 +84,7 @@ class Dispatcher:
 
     async def prepare(self, request: ParsedRequest) -> Prompt:
         """The prompt to choose for: its keys, and what a remote conductor knows of them."""
-        if not self._needs_prefix:
+        if not self.needs_prefix:
             return NO_PROMPT
         prompt = self._knowledge.keys(request)
         if self._knowledge.remote is None or not prompt.sets:

@@ -14,9 +14,10 @@ from kvroute.router.heads import request_head, response_head
 from kvroute.router.knowledge import NO_PROMPT, Knowledge, Prompt
 from kvroute.router.meter import NO_USAGE, Meter, Usage
 from kvroute.router.metrics import Metrics
-from kvroute.router.parsed_request import ParsedRequest, TokenSource
+from kvroute.router.parsed_request import ParsedRequest
 from kvroute.router.request_parser import Request
 from kvroute.router.retry import RetryBudget
+from kvroute.router.token_source import GatewayTokens
 from kvroute.router.upstream import Response, StaleConnection, UpstreamConnection
 from kvroute.router.workers import IN_BAND_ERROR, Member, Registry
 from kvroute.types import Outcome
@@ -35,7 +36,7 @@ class Services(Struct, frozen=True):
     metrics: Metrics
     retry_budget: RetryBudget
     knowledge: Knowledge
-    tokens: TokenSource | None = None
+    tokens: GatewayTokens | None = None
 
 
 class Exchange:
@@ -205,7 +206,8 @@ class Exchange:
         assert connection is not None
         assert meter is not None
         client.drop_request_body()
-        self._parsed = ParsedRequest(self._parsed.view)  # lets go of the prompt's text, and of its keys
+        parsed = self._parsed  # lets go of the prompt's text, and of its keys
+        self._parsed = ParsedRequest(parsed.view, foretold_tokens=parsed.foretold_tokens)
         self._prompt = Prompt(mode=self._prompt.mode)
         client.reads_from(connection)
         feed, write = meter.feed, client.write
@@ -257,6 +259,9 @@ class Exchange:
             metrics.upstream_errors.add(member.endpoint.url, failure)
             if failure == IN_BAND_ERROR:
                 metrics.in_band_errors.add(member.endpoint.url)
+        foretold_tokens = self._parsed.foretold_tokens
+        if foretold_tokens and usage.prompt_tokens is not None and self._services.tokens is not None:
+            self._services.tokens.observe(self._parsed.view.model, foretold_tokens, usage.prompt_tokens)
         if usage.prompt_tokens is not None:
             metrics.prompt_tokens.add(by=usage.prompt_tokens)
             metrics.completion_tokens.add(by=usage.completion_tokens or 0)

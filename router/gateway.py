@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-PARSE_IN_THREAD_BYTES = 256 * 2**10
+PARSE_IN_THREAD_BYTES = 128 * 2**10
 """Above it, reading a body and making its keys takes a millisecond and more: other requests go on meanwhile,
 but for the JSON parser itself, which holds the interpreter for some 2 ms per MB."""
 MAX_REQUEST_ID_BYTES = 256
@@ -69,6 +69,8 @@ class Gateway:
                 if len(request.body) <= PARSE_IN_THREAD_BYTES
                 else await asyncio.get_running_loop().run_in_executor(None, self._parse_large, request)
             )
+            if parsed.fields is not None and self._services.tokens is not None:
+                await self._services.tokens.ask(parsed, path)
             exchange = Exchange(self._services, request, parsed, client, request_id)
             del parsed
             await exchange.run()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 
 from kvroute.clock import Clock, monotonic
 from kvroute.conductor.events import EventFeed, EventSource, discovered_sources
@@ -180,21 +180,27 @@ class Knowledge:
         """What `ParsedRequest.prompt_keys` gives for these workers; from any thread."""
         return request.prompt_keys(self._chunk_bytes, self.block_sizes)
 
+    def prompt(self, request: ParsedRequest) -> Prompt:
+        """The keys of a request's prompt."""
+        sets, _ = self.make_keys(request)
+        return Prompt(sets, next(iter(sets[0].values())).mode) if sets else NO_PROMPT
+
     def keys(self, request: ParsedRequest) -> Prompt:
-        """The keys of a prompt; counts how they were made, or why there are none."""
-        sets, reason = self.make_keys(request)
-        if not sets:
-            self._metrics.no_keys.add(reason or "none")
-            return NO_PROMPT
-        mode = next(iter(sets[0].values())).mode
-        self._metrics.prompts.add(mode.value)
-        if mode is KeyMode.BYTES:
+        """The same, and counts how they were made, or why there are none."""
+        prompt = self.prompt(request)
+        if prompt.mode is None:
+            self._metrics.no_keys.add(self.make_keys(request)[1] or "none")
+            return prompt
+        self._metrics.prompts.add(prompt.mode.value)
+        if prompt.mode is KeyMode.BYTES:
             self._metrics.approximate.add(request.no_tokens or "none")
-        return Prompt(sets, mode)
+        return prompt
 
     def match(self, prompt: Prompt, eligible: Eligible) -> Sequence[PrefixMatch]:
         """What each eligible worker holds of the prompt, parallel to them."""
         ids = eligible.ids
+        if not prompt.sets:
+            return [NO_MATCH] * len(ids)
         if prompt.remote is not None:
             if prompt.worker_ids is ids:
                 return prompt.remote
@@ -263,6 +269,16 @@ class Knowledge:
             tell(outcome.worker.id, match.tokens, outcome.cached_tokens, outcome.prompt_tokens)
 
     # --- what others see -----------------------------------------------------------------------
+
+    def index_state(self, worker_id: str) -> dict[str, Any]:
+        """How far the index of a worker is believed, and why not farther."""
+        health = self.feed.health(worker_id)
+        held = self.index.held_blocks(worker_id)
+        if health is None:
+            return {"trust": Trust.APPROXIMATE.value, "reasons": ["no_kv_events"], "held_blocks": held}
+        ranks = [to_builtins(holder) for holder in health.holders]
+        reasons = list(health.reasons)
+        return {"trust": health.trust.value, "reasons": reasons, "held_blocks": held, "ranks": ranks}
 
     def gauges(self) -> Iterator[Metric]:
         urls = {member.worker.id: member.worker.url for member in self._registry.members.values()}

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvroute.conductor.keys import TOKEN_ID_BYTES, byte_keys, token_keys
+from kvroute.conductor.tokens.outcome import Unavailable
 from kvroute.types import PromptKeys, RequestView
 
 NO_KEYS = ("route", "content_type", "empty", "shape", "short")
@@ -35,8 +37,10 @@ class TokenIds(Struct, frozen=True, gc=False):
 class TokenSource(Protocol):
     """Knows the tokens of some models' prompts."""
 
-    def __call__(self, model: str | None, path: bytes, fields: Mapping[str, Any]) -> TokenIds | str:
-        """The tokens of one request, or why they are not known: from a fixed set, fit for a metric label.
+    def __call__(
+        self, model: str | None, path: bytes, fields: Mapping[str, Any]
+    ) -> TokenIds | Unavailable | None:
+        """The tokens of one request, or why they are not known; None where the engine has to be asked.
 
         Called from any thread.
         """
@@ -51,11 +55,22 @@ class ParsedRequest(Struct):
     """One of `NO_KEYS` when the prompt gives no keys whatever the block size."""
     no_tokens: str | None = None
     """Why its keys are not made of tokens; None when they are, or when there are none."""
+    foretold_tokens: int = 0
+    """What the engine should count as its prompt; 0 where nothing is foretold."""
+    fields: Mapping[str, Any] | None = None
+    """The body, where the engine has to be asked for the tokens."""
     _prompt: bytes = b""
     _ids: tuple[bytes, ...] = ()
+    """Exact tokens of each prompt; where they are known, they are what keys are made of."""
     _root: int = 0
     """Root of the key chain: what separates this prompt from equal text elsewhere."""
     _keys: tuple[Sequence[int], KeySets] | None = None
+
+    def take_tokens(self, ids: tuple[bytes, ...], root: int) -> None:
+        """Make the keys of these tokens, in the namespace of `root`."""
+        self._ids, self._root, self.no_tokens, self.no_keys = ids, root, None, None
+        self.foretold_tokens = sum(map(len, ids)) // TOKEN_ID_BYTES
+        self.view = replace(self.view, prompt_tokens=self.foretold_tokens)
 
     def prompt_bytes(self) -> bytes:
         """The canonical bytes that byte keys are made of; empty when there is no prompt, or tokens of it."""

@@ -16,9 +16,11 @@ from typing import Any
 import msgspec
 import orjson
 from msgspec import Raw, Struct
+from msgspec.structs import replace
 
-from kvroute.conductor.keys import BYTES_PER_TOKEN, TOKEN_ID_BYTES, namespace_key
+from kvroute.conductor.keys import BYTES_PER_TOKEN, namespace_key
 from kvroute.conductor.prompts import ROUTES
+from kvroute.conductor.tokens.outcome import Unavailable
 from kvroute.router.parsed_request import ParsedRequest, TokenIds, TokenSource
 from kvroute.types import RequestView
 
@@ -36,10 +38,10 @@ is last: it is the coarsest, and one user may hold many conversations."""
 _SESSION_ROOTS = frozenset(name for name, _ in SESSION_FIELDS)
 NAMESPACE_FIELDS = frozenset({"lora_name", "lora_path", "cache_salt", "extra_key"})
 """Body fields that keep equal prompts apart, beside the model."""
-NO_TOKENIZER = "no_tokenizer"
-TOO_LARGE = "too_large"
-"""The body is outlined, see `OUTLINE_ABOVE_BYTES`."""
+NO_TOKENIZER = Unavailable("no_tokenizer")
 OUTLINE_ABOVE_BYTES = 2**20
+TOKENISE_UP_TO_BYTES = 4 * 2**20
+"""Of models with a tokenizer, bodies are read in full up to here."""
 MAX_CACHED_CHARS = 128
 """Longer model names are clients' inventions: their keys are not worth keeping."""
 _TRUTHY = frozenset({"true", "1", "yes", "on", "t", "y"})
@@ -66,7 +68,7 @@ def parse_request(
     no_keys = "route" if route is None else "empty" if not body else None
     if is_json is False or not body or (route is None and not is_json):
         return ParsedRequest(RequestView(session_id=session_id), no_keys=no_keys or "content_type")
-    if len(body) > OUTLINE_ABOVE_BYTES:
+    if len(body) > (OUTLINE_ABOVE_BYTES if tokens is None else TOKENISE_UP_TO_BYTES):
         return _parse_outline(route is not None, session_id, body)
     if route is None:
         return _parse_other(session_id, body)
@@ -74,21 +76,30 @@ def parse_request(
     model = _model(fields)
     session_id = session_id or _session_id(fields)
     stream = _is_true(fields.get("stream"))
-    ids = NO_TOKENIZER if tokens is None else tokens(model, path, fields)
-    if isinstance(ids, TokenIds):
-        return ParsedRequest(
-            RequestView(model, session_id, sum(map(len, ids.prompts)) // TOKEN_ID_BYTES, stream),
-            _ids=ids.prompts,
-            _root=_root(ids.model, fields, "ids", ids.adapter),
-        )
+    made = NO_TOKENIZER if tokens is None else tokens(model, path, fields)
+    view = RequestView(model, session_id, 0, stream)
+    if isinstance(made, TokenIds):
+        request = ParsedRequest(view)
+        take_tokens(request, made, fields)
+        return request
     prompt = route.prompt(fields)
     return ParsedRequest(
-        RequestView(model, session_id, -(-len(prompt.data) // BYTES_PER_TOKEN), stream),
+        replace(view, prompt_tokens=-(-len(prompt.data) // BYTES_PER_TOKEN)),
         prompt.no_keys,
-        ids,
+        None if made is None else made.reason,
+        0 if made is None else made.predicted_tokens or 0,
+        fields if made is None else None,
         prompt.data,
         _root=_root(model, fields, prompt.domain),
     )
+
+
+def take_tokens(request: ParsedRequest, made: TokenIds | Unavailable, fields: Mapping[str, Any]) -> None:
+    """Give a request the tokens of its prompt, or the reason why it has none."""
+    if isinstance(made, TokenIds):
+        request.take_tokens(made.prompts, _root(made.model, fields, "ids", made.adapter))
+    else:
+        request.no_tokens = made.reason
 
 
 class _Outline(Struct):
@@ -135,7 +146,7 @@ def _parse_outline(is_prompt_route: bool, session_id: str | None, body: bytes) -
     )
     no_keys = "route" if not is_prompt_route else None if prompt else "empty"
     root = namespace_key(outline.model, cache_salt=salt, domain="json")
-    return ParsedRequest(view, no_keys, TOO_LARGE, prompt, _root=root)
+    return ParsedRequest(view, no_keys, "too_long", _prompt=prompt, _root=root)
 
 
 def _parse_other(session_id: str | None, body: bytes) -> ParsedRequest:

@@ -26,6 +26,7 @@ from kvroute.router.client import ClientConnection, ServerState
 from kvroute.router.control import make_app
 from kvroute.router.dispatch import Dispatcher, NamedPolicy
 from kvroute.router.exchange import Services
+from kvroute.router.explain import Explainer
 from kvroute.router.gateway import Gateway
 from kvroute.router.health import Prober
 from kvroute.router.knowledge import Knowledge
@@ -34,6 +35,7 @@ from kvroute.router.pool import UpstreamPool
 from kvroute.router.replicas import Replicas, shared_options
 from kvroute.router.retry import RetryBudget
 from kvroute.router.sweeper import Sweeper
+from kvroute.router.token_source import GatewayTokens
 from kvroute.router.workers import Member, Registry, State
 
 log = structlog.get_logger(__name__)
@@ -123,8 +125,18 @@ class GatewayServer:
             budget_s=config.policy_budget_s,
             clock=monotonic,
         )
+        self._tokens = None
+        if config.models and dispatcher.needs_prefix:
+            self._tokens = GatewayTokens(config.models, self.registry, self.metrics)
+            self._tokens.start()
         services = Services(
-            config, self.registry, dispatcher, self.metrics, RetryBudget(config.retry), self.knowledge
+            config,
+            self.registry,
+            dispatcher,
+            self.metrics,
+            RetryBudget(config.retry),
+            self.knowledge,
+            self._tokens,
         )
         app = make_app(
             self.registry,
@@ -132,6 +144,7 @@ class GatewayServer:
             draining=lambda: self._draining,
             admin_token=config.admin.token,
             decided=None if self.replicas is None else self.replicas.decided,
+            explainer=Explainer(services),
         )
         self.state = ServerState(Gateway(services, app), config.limits, config.timeouts, sweeper, loop)
         self.metrics.add_source(self)
@@ -177,6 +190,8 @@ class GatewayServer:
         await self._prober.close()
         for member in list(self.registry.members.values()):
             self.registry.remove(member)
+        if self._tokens is not None:
+            await self._tokens.close()
         if self.replicas is not None:
             await self.replicas.state.stop()
         await self.knowledge.close()

@@ -208,6 +208,10 @@ class ModelConfig(Group):
         default="local",
         description="local: this tokenizer; engine: the worker's /tokenize; bytes: approximate keys only",
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="the engine's own --default-chat-template-kwargs"
+    )
+    engine: EngineKind = Field(default=EngineKind.VLLM, description="whose rules turn requests into prompts")
     prefill: PrefillConfig = PrefillConfig()
 
     @model_validator(mode="before")
@@ -217,8 +221,10 @@ class ModelConfig(Group):
 
     @model_validator(mode="after")
     def _complete(self) -> ModelConfig:
-        if self.source == "local" and self.tokenizer is None:
-            raise ValueError("tokenizer is required when source is local")
+        if (self.source == "local") != (self.tokenizer is not None):
+            raise ValueError(
+                f"tokenizer is {self.tokenizer} and source {self.source}; local needs one, others take none"
+            )
         return self
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvroute.conductor.keys import Namespace, pack_ids, token_keys
+from kvroute.conductor.tokens.outcome import Unavailable
 from kvroute.router.parsed_request import MAX_KEYED_PROMPTS, ParsedRequest, TokenIds
 from kvroute.router.request_view import parse_request
 from kvroute.types import KeyMode
@@ -18,8 +19,8 @@ JSON = {b"content-type": b"application/json"}
 IDS = list(range(100))
 
 
-def parse(ids: TokenIds | str | None, **fields: Any) -> ParsedRequest:
-    def source(model: str | None, path: bytes, given: Mapping[str, Any]) -> TokenIds | str:
+def parse(ids: TokenIds | Unavailable | None, **fields: Any) -> ParsedRequest:
+    def source(model: str | None, path: bytes, given: Mapping[str, Any]) -> TokenIds | Unavailable:
         assert (model, path, given["prompt"]) == ("m", PATH, "x" * 4000)
         assert ids is not None
         return ids
@@ -89,9 +90,19 @@ def test_tokens_shorter_than_a_block_are_short() -> None:
     assert request.prompt_keys(512, (16,)) == ((), "short")
 
 
-@pytest.mark.parametrize(("ids", "reason"), [("template", "template"), (None, "no_tokenizer")])
-def test_without_tokens_the_keys_are_of_bytes_and_say_why(ids: str | None, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("ids", "reason", "foretold_tokens"),
+    [
+        (Unavailable("template"), "template", 0),
+        (Unavailable("mismatch", 77), "mismatch", 77),
+        (None, "no_tokenizer", 0),
+    ],
+)
+def test_without_tokens_the_keys_are_of_bytes_and_say_why(
+    ids: Unavailable | None, reason: str, foretold_tokens: int
+) -> None:
     request = parse(ids)
+    assert request.foretold_tokens == foretold_tokens
     assert request.no_tokens == reason
     (sets,), _ = request.prompt_keys(512, (16,))
     ((block_tokens, keys),) = sets.items()

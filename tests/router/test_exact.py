@@ -1,0 +1,193 @@
+"""Exact knowledge end to end: mock engines with KV events over ZMQ, the gateway, and what it then knows."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from kvroute.loadtests.mock_engine import MockFleet, MockOptions
+from kvroute.router.server import GatewayServer
+from tests.kit import fast_config, until
+
+BLOCK = 16
+IDS = list(range(1000, 1300))
+CHAT = {
+    "model": "mock",
+    "messages": [
+        {"role": "system", "content": "You are brief. " * 40},
+        {"role": "user", "content": "Where is the spoon?"},
+    ],
+    "max_tokens": 4,
+}
+
+
+class Side:
+    """Engines, the gateway before them, and what can be asked of it."""
+
+    def __init__(self, fleet: MockFleet, server: GatewayServer, http: httpx.AsyncClient) -> None:
+        self.fleet, self.server, self.http = fleet, server, http
+
+    async def send(self, path: str, body: dict[str, Any]) -> tuple[str, int]:
+        """(Worker that answered, cached tokens it reported)."""
+        answer = await self.http.post(self.server.url + path, json=body)
+        assert answer.status_code == 200, answer.text
+        details = answer.json()["usage"]["prompt_tokens_details"]
+        return answer.headers["x-kvroute-worker"], (details or {}).get("cached_tokens") or 0
+
+    async def explain(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        assert self.server.admin_url is not None
+        url = self.server.admin_url + "/admin/explain"
+        answer = await self.http.post(url, params={"path": path}, json=body)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    async def confirmed(self, path: str, body: dict[str, Any]) -> dict[str, int]:
+        """By worker, confirmed tokens of the prompt."""
+        found = await self.explain(path, body)
+        assert found["keys"] == "tokens", found["why_not_tokens"]
+        return {worker["url"]: worker["match"]["confirmed_tokens"] for worker in found["workers"]}
+
+    async def learned(self, body: dict[str, Any], tokens: int, path: str = "/v1/completions") -> None:
+        """Wait until some worker is known to hold so many tokens of the prompt, and no more."""
+        most = -1
+        for _ in range(400):
+            most = max((await self.confirmed(path, body)).values())
+            if most == tokens:
+                return
+            await asyncio.sleep(0.005)
+        pytest.fail(f"{most} tokens are known to be held, {tokens} were expected")
+
+    def exact(self) -> bool:
+        knowledge = self.server.knowledge
+        states = [knowledge.index_state(worker_id)["trust"] for worker_id in knowledge.feed.followed]
+        return states == ["exact"] * len(self.fleet.urls)
+
+
+@asynccontextmanager
+async def side(engines: int = 2, options: dict[str, Any] | None = None, **fields: Any) -> AsyncIterator[Side]:
+    mock = MockOptions(**{"engines": engines, "speed": math.inf, "kv_events": True, **(options or {})})
+    async with MockFleet(mock) as fleet, httpx.AsyncClient(timeout=10) as http:
+        config = fast_config(
+            **{
+                "policy": "prefix_affinity",
+                "models": {"mock": {"source": "engine"}},
+                "admin": {"enabled": True, "port": 0},
+                **fields,
+                "workers": fleet.urls,
+            }
+        )
+        server = GatewayServer(config)
+        await server.start()
+        try:
+            this = Side(fleet, server, http)
+            await until(lambda: len(server.knowledge.feed.followed) == engines and this.exact())
+            yield this
+            server.knowledge.index.check_integrity()
+        finally:
+            await server.stop()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"model": "mock", "prompt": IDS, "max_tokens": 4}),
+        ("/v1/completions", {"model": "mock", "prompt": "Is this it? " * 100, "max_tokens": 4}),
+        ("/v1/chat/completions", CHAT),
+    ],
+)
+async def test_what_an_engine_holds_is_known_to_the_block(path: str, body: dict[str, Any]) -> None:
+    async with side() as this:
+        assert set((await this.confirmed(path, body)).values()) == {0}
+        worker, cached = await this.send(path, body)
+        assert cached == 0
+        other = next(url for url in this.fleet.urls if url != worker)
+        tokens = (await this.explain(path, body))["prompt_tokens"]
+        whole = tokens // BLOCK * BLOCK
+
+        await this.learned(body, whole, path)
+        assert await this.confirmed(path, body) == {worker: whole, other: 0}
+        again, cached = await this.send(path, body)
+        assert (again, cached) == (worker, (tokens - 1) // BLOCK * BLOCK)
+        metrics = this.server.metrics.render().decode()
+        assert f'kvroute_index_compared_total{{reported="equal",worker="{worker}"}} 2.0' in metrics
+        assert 'kvroute_prompts_total{mode="tokens"} 2.0' in metrics
+
+
+async def test_a_prompt_just_routed_counts_before_the_engine_tells() -> None:
+    async with side(options={"speed": 0.02}) as this:
+        body = {"model": "mock", "prompt": IDS, "max_tokens": 1}
+        sent = asyncio.create_task(this.http.post(this.server.url + "/v1/completions", json=body))
+        await until(lambda: any(m.requests for m in this.server.registry.members.values()))
+        found = await this.explain("/v1/completions", body)
+        held = [(w["match"]["confirmed_tokens"], w["match"]["predicted_tokens"]) for w in found["workers"]]
+        assert sorted(held) == [(0, 0), (0, 288)]
+        (await sent).raise_for_status()
+
+
+async def test_adapters_and_salts_are_kept_apart() -> None:
+    async with side(options={"adapters": ("ad1",)}) as this:
+        base = {"model": "mock", "prompt": IDS, "max_tokens": 1}
+        kinds = [base, {**base, "model": "ad1"}, {**base, "cache_salt": "s"}, {**base, "cache_salt": "ad1"}]
+        for number, body in enumerate(kinds):
+            for other in kinds[number:]:
+                assert set((await this.confirmed("/v1/completions", other)).values()) == {0}
+            worker, _ = await this.send("/v1/completions", body)
+            for earlier in kinds[: number + 1]:
+                await this.learned(earlier, 288)
+            again, cached = await this.send("/v1/completions", body)
+            assert (again, cached) == (worker, 288)
+
+
+async def test_a_restarted_engine_holds_nothing() -> None:
+    async with side(engines=1) as this:
+        body = {"model": "mock", "prompt": IDS, "max_tokens": 1}
+        await this.send("/v1/completions", body)
+        await this.learned(body, 288)
+        (engine,) = this.fleet.engines
+        await engine.stop()
+        await engine.start()
+        await until(lambda: this.server.registry.usable and this.exact(), within_s=10)
+        assert set((await this.confirmed("/v1/completions", body)).values()) == {0}
+        assert this.server.knowledge.index.entries == 0
+
+
+async def test_a_removed_worker_leaves_nothing_in_the_index() -> None:
+    async with side() as this:
+        for start in range(0, 4000, 100):
+            await this.send("/v1/completions", {"model": "mock", "prompt": [*range(start, start + 320)]})
+        assert this.server.knowledge.index.entries > 0
+        for member in list(this.server.registry.members.values()):
+            this.server.registry.remove(member)
+        index = this.server.knowledge.index
+        await until(lambda: index.entries == 0)
+        assert this.server.knowledge.feed.followed == ()
+
+
+async def test_batches_match_as_the_sum_of_their_prompts() -> None:
+    async with side(engines=1) as this:
+        one, two = list(range(100, 164)), list(range(200, 296))
+        await this.send("/v1/completions", {"model": "mock", "prompt": [one, two], "max_tokens": 1})
+        body = {"model": "mock", "prompt": [two, one], "max_tokens": 1}
+        await this.learned(body, 64 + 96)
+        assert (await this.send("/v1/completions", body))[1] == 48 + 80
+
+
+async def test_why_tokens_are_not_known_is_counted() -> None:
+    async with side(engines=1) as this:
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+        for content in ([image, {"type": "text", "text": "What is it? " * 50}], "What is it? " * 50):
+            messages = [{"role": "user", "content": content}]
+            await this.send("/v1/chat/completions", {"model": "mock", "messages": messages, "max_tokens": 1})
+        body = {"model": "mock", "input": "What is it? " * 50}
+        assert (await this.http.post(this.server.url + "/v1/embeddings", json=body)).status_code < 500
+        metrics = this.server.metrics.render().decode()
+        assert 'kvroute_prompts_total{mode="tokens"} 1.0' in metrics
+        assert 'kvroute_prompts_approximate_total{reason="multimodal"} 1.0' in metrics
+        assert 'kvroute_prompts_approximate_total{reason="route"} 1.0' in metrics
