@@ -121,7 +121,13 @@ class MockEngine:
         self.port = self._server.sockets[0].getsockname()[1]
         if self.options.kv_events and self.events is None:
             topic = f"kv@{self.options.host}:{self.port}@{self.options.model}"
-            self.events = EventPublisher(self.options.host, topic, self.options.kv_event_replay_batches)
+            self.events = EventPublisher(
+                self.options.host,
+                topic,
+                self.options.kv_event_replay_batches,
+                self.options.seed + self.index,
+                lambda: self.faults,
+            )
         if self.events is not None:
             await self.events.start()
         if not self.options.instant:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from kvroute.loadtests.mock_engine.disturbance import Disturbance, Frames, shaped
+from kvroute.loadtests.mock_engine.faults import CLEAN, Faults
 from kvroute.loadtests.mock_engine.steps import Outcome, Stored
 
 if TYPE_CHECKING:
@@ -26,7 +29,14 @@ _HIGH_WATER = 100_000
 class EventPublisher:
     """Of one engine. Ports are chosen at the first start and kept over restarts; seq starts again at 0."""
 
-    def __init__(self, host: str, topic: str, replay_batches: int) -> None:
+    def __init__(
+        self,
+        host: str,
+        topic: str,
+        replay_batches: int,
+        seed: int = 0,
+        faults: Callable[[], Faults] = lambda: CLEAN,
+    ) -> None:
         self.topic = topic
         self.seq = 0
         """Of the next batch."""
@@ -40,6 +50,9 @@ class EventPublisher:
         self._pub: zmq.Socket[bytes] | None = None
         self._router: zmq.asyncio.Socket | None = None
         self._replayer: asyncio.Task[None] | None = None
+        self._seed = seed
+        self._faults = faults
+        self._disturbance = Disturbance(seed)
 
     def source(self) -> dict[str, Any]:
         """What GET /kv_event_sources says of it. A wildcard means this node's address."""
@@ -58,6 +71,7 @@ class EventPublisher:
     async def start(self) -> None:
         """Bind both sockets."""
         self.seq = 0
+        self._disturbance = Disturbance(self._seed)
         self._buffer.clear()
         self._pub = zmq.Context.instance().socket(zmq.PUB)
         self._router = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
@@ -109,10 +123,19 @@ class EventPublisher:
             return
         seq = self.seq.to_bytes(8, "big")
         self.seq += 1
-        payload = self._encode([time.time(), events, 0])
+        faults = self._faults()
+        payload = self._encode([time.time(), shaped(events, faults), 0])
         self._buffer.append((seq, payload))
-        with suppress(zmq.Again):
-            self._pub.send_multipart((self.topic.encode(), seq, payload), zmq.NOBLOCK)
+        for frames in self._disturbance.pass_on((self.topic.encode(), seq, payload), faults):
+            if faults.event_delay:
+                asyncio.get_running_loop().call_later(faults.event_delay, self._send_frames, frames)
+            else:
+                self._send_frames(frames)
+
+    def _send_frames(self, frames: Frames) -> None:
+        if self._pub is not None:
+            with suppress(zmq.Again):
+                self._pub.send_multipart(frames, zmq.NOBLOCK)
 
     async def _bind(self, socket: zmq.Socket[Any], index: int) -> None:
         # ZMQ closes a socket in the background: after a restart the port may be free only a little later.
@@ -133,7 +156,7 @@ class EventPublisher:
         assert router is not None
         while True:
             frames = await router.recv_multipart()
-            if len(frames) != 3:
+            if len(frames) != 3 or self._faults().no_replay:
                 continue
             client, _, first = frames
             for seq, payload in list(self._buffer):

@@ -72,6 +72,26 @@ class Faults:
     flood_bytes: int = 0
     """After the head, this many bytes without a blank line in place of the tokens."""
 
+    # KV events; shares are of batches, drawn from the engine's seed.
+    event_drop: float = 0.0
+    """Share never sent; a replay has them."""
+    event_duplicate: float = 0.0
+    """Share sent twice."""
+    event_reorder: float = 0.0
+    """Share sent after the batch that follows."""
+    event_malformed: float = 0.0
+    """Share sent with bytes changed, cut or missing; a replay has them whole."""
+    event_delay: float = 0.0
+    """Seconds that each batch waits before it is sent."""
+    event_arrays: bool = False
+    """Positional arrays in place of maps, as older engines send."""
+    event_digests: bool = False
+    """Hashes of 32 bytes in place of integers."""
+    event_pages: bool = False
+    """An event for each block, as SGLang sends for its pages."""
+    no_replay: bool = False
+    """Requests for a replay stay without an answer."""
+
     # The engine around it.
     cached_tokens: int | None = None
     """Report this many cached tokens, whatever is true."""
