@@ -1088,8 +1088,10 @@ static void end_pass(Index *x) {
 static int sweep(Index *x, u64 budget) {
     u32 from = FAILED, to = 0;
     while (x->retired) {
-        if (!x->sweeping)
+        if (!x->sweeping) {
             begin_pass(x);
+            from = FAILED; /* what is to be cleared is other than before */
+        }
         if (x->cursor > x->top)
             x->cursor = x->top;
         if (!x->cursor) {
@@ -1695,6 +1697,11 @@ static const char *check_sets(const Index *x, const u32 *refs) {
         live += s->refs[set] != 0;
         CHECK(refs[set] == s->refs[set], "references to a set are miscounted");
         CHECK(!refs[set] || s->hash[set] == words_hash(x, set_words(x, set)), "a set is not under its hash");
+        for (u32 at = 0; at < TIERS * x->words && refs[set]; at++) {
+            u32 word = at % x->words;
+            u64 known = x->open_bits[word] | x->sweep_bits[word] | x->queue_bits[word];
+            CHECK(!(set_words(x, set)[at] & ~known), "a set has a slot that is not in use");
+        }
     }
     for (u32 at = 0; at < s->table_cap; at++)
         if (s->table[at]) {
