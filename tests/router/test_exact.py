@@ -153,9 +153,11 @@ async def test_a_restarted_engine_holds_nothing() -> None:
         (engine,) = this.fleet.engines
         await engine.stop()
         await engine.start()
-        await until(lambda: this.server.registry.usable and this.exact(), within_s=10)
+        index = this.server.knowledge.index
+        await until(lambda: index.entries == 0 and this.server.registry.usable and this.exact(), within_s=10)
         assert set((await this.confirmed("/v1/completions", body)).values()) == {0}
-        assert this.server.knowledge.index.entries == 0
+        await this.send("/v1/completions", body)
+        await this.learned(body, 288)
 
 
 async def test_a_removed_worker_leaves_nothing_in_the_index() -> None:
