@@ -77,12 +77,7 @@ class RedisServer:
 
     async def start(self) -> None:
         """At the same port as before; returns when it answers."""
-        command = [redis_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", self.directory]
-        command += ["--save", "", "--appendonly", "no", "--daemonize", "no"]
-        command += ["--unixsocket", f"{self.directory}/redis.sock"]
-        if self.password is not None:
-            command += ["--requirepass", self.password]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.process = self._spawn()
         deadline = time.monotonic() + 10
         while True:
             client = self.client()
@@ -95,6 +90,14 @@ class RedisServer:
                 await asyncio.sleep(0.01)
             finally:
                 await client.aclose()
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        command = [redis_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", self.directory]
+        command += ["--save", "", "--appendonly", "no", "--daemonize", "no"]
+        command += ["--unixsocket", f"{self.directory}/redis.sock"]
+        if self.password is not None:
+            command += ["--requirepass", self.password]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def client(self) -> redis.asyncio.Redis:
         return redis.asyncio.Redis(port=self.port, password=self.password, protocol=2)

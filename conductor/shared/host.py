@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+import structlog
 from msgspec import Struct
 
+from kvroute.clock import Clock
 from kvroute.conductor.shared.messages import SharedWorker
+from kvroute.conductor.shared.stats import Ignored, SharedStats
 from kvroute.types import PromptKeys
+
+log = structlog.get_logger(__name__)
+
+QUIET_S = 60.0
 
 
 class LocalWorker(Struct, frozen=True, gc=False):
@@ -55,3 +62,20 @@ class Host(Protocol):
         May repeat what is so already, and must not be passed to `SharedState.decided`.
         """
         ...
+
+
+class HostFailures:
+    """Each is counted, one a minute and method is logged: a host that is broken is so for every call."""
+
+    def __init__(self, stats: SharedStats, clock: Clock) -> None:
+        self._stats = stats
+        self._clock = clock
+        self._quiet_until_s: dict[str, float] = {}
+
+    def add(self, method: str) -> None:
+        """Call it while the exception is handled."""
+        self._stats.ignored[Ignored.HOST_FAILED] += 1
+        now_s = self._clock()
+        if now_s >= self._quiet_until_s.get(method, now_s):
+            self._quiet_until_s[method] = now_s + QUIET_S
+            log.exception("the gateway failed its shared state", method=method)

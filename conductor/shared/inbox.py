@@ -7,15 +7,12 @@ import time
 from collections import deque
 from enum import Enum
 
-import structlog
 from msgspec import Struct
 
 from kvroute.clock import Clock
-from kvroute.conductor.shared.host import Host
+from kvroute.conductor.shared.host import Host, HostFailures
 from kvroute.conductor.shared.messages import Routed
 from kvroute.conductor.shared.stats import Ignored, SharedStats
-
-log = structlog.get_logger(__name__)
 
 WAIT_S = 5.0
 """A worker that another replica has just found is found here within a probe or two."""
@@ -61,8 +58,9 @@ class Inbox:
     worker, the prediction waits, bounded in time and bytes, oldest out first.
     """
 
-    def __init__(self, host: Host, stats: SharedStats, clock: Clock) -> None:
+    def __init__(self, host: Host, failures: HostFailures, stats: SharedStats, clock: Clock) -> None:
         self._host = host
+        self._failures = failures
         self._stats = stats
         self._clock = clock
         self._waiting: deque[_Waiting] = deque()
@@ -104,8 +102,7 @@ class Inbox:
                 self._stats.heard += 1
                 return True
         except Exception:
-            log.exception("a prediction of another replica failed here", url=item.url)
-            self._stats.ignored[Ignored.HOST_FAILED] += 1
+            self._failures.add("predict")
             return True
         if verdict is not _Verdict.OLD and not last_chance:
             return False

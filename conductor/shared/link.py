@@ -21,6 +21,7 @@ log = structlog.get_logger(__name__)
 
 CONNECTIONS = 3
 """One reads the streams, one writes, one moves snapshots."""
+KEY_ERRORS = ("WRONGTYPE", "ID specified in XADD", "stream has exhausted")
 FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 2.0
 T = TypeVar("T")
@@ -59,6 +60,11 @@ def why_lost(error: Exception) -> Lost:
     return Lost.PROTOCOL
 
 
+def is_of_the_key(error: Exception) -> bool:
+    """An error reply that says something of one key and nothing of the server."""
+    return isinstance(error, exceptions.ResponseError) and any(text in str(error) for text in KEY_ERRORS)
+
+
 class Link:
     """Whether both directions work; says once, aloud, when that changes."""
 
@@ -67,6 +73,8 @@ class Link:
         self._stats = stats
         self._working: set[Direction] = set()
         self._told: bool | None = None
+        self.losses = 0
+        """Counter: failed calls of either direction. After one, the server may have forgotten everything."""
 
     async def call(self, call: Awaitable[T], extra_s: float = 0.0) -> T:
         """Await one call within its time; a call that is cut off also loses its connection."""
@@ -83,6 +91,7 @@ class Link:
     def fails(self, direction: Direction, error: Exception) -> None:
         reason = why_lost(error)
         self._stats.lost[reason] += 1
+        self.losses += 1
         self._working.discard(direction)
         self._stats.disconnects += self._stats.connected
         self._stats.connected = False

@@ -11,12 +11,19 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from kvroute.clock import monotonic
-from kvroute.conductor.shared.host import Host
+from kvroute.conductor.shared.host import Host, HostFailures
 from kvroute.conductor.shared.inbox import Inbox, Slice
 from kvroute.conductor.shared.ledger import Ledger
 from kvroute.conductor.shared.link import Backoff, Direction, Link
 from kvroute.conductor.shared.loads import OthersLoads
-from kvroute.conductor.shared.messages import Decisions, LoadReport, Reader, RoutedBatch, Unreadable
+from kvroute.conductor.shared.messages import (
+    Decisions,
+    LoadReport,
+    Reader,
+    RoutedBatch,
+    SharedWorker,
+    Unreadable,
+)
 from kvroute.conductor.shared.options import SharedOptions
 from kvroute.conductor.shared.stats import Ignored, SharedStats
 from kvroute.conductor.shared.streams import LOAD_TTL_S, WORKERS_BACK_S, Streams
@@ -43,6 +50,7 @@ class StreamReader:
         loads: OthersLoads,
         ledger: Ledger,
         host: Host,
+        failures: HostFailures,
         stats: SharedStats,
     ) -> None:
         self._client = client
@@ -52,6 +60,7 @@ class StreamReader:
         self._loads = loads
         self._ledger = ledger
         self._host = host
+        self._failures = failures
         self._adopts = options.adopt_workers
         self._stats = stats
         streams = Streams.under(options.prefix)
@@ -63,6 +72,7 @@ class StreamReader:
         }
         self._last: dict[str, str] = {}
         """Stream -> id of the last entry that was read."""
+        self._to_adopt: dict[str, SharedWorker] = {}
         self._routed = Reader(RoutedBatch)
         self._reports = Reader(LoadReport)
         self._decisions = Reader(Decisions)
@@ -100,6 +110,7 @@ class StreamReader:
                     await self._take(name, fields, age_s, work)
             if not any(len(entries) >= COUNT for _, entries in reply):
                 behind = False
+                self._adopt()
                 self.caught_up.set()
 
     async def _positions(self) -> tuple[int, dict[str, str]]:
@@ -166,15 +177,20 @@ class StreamReader:
             if isinstance(merged, Ignored):
                 self._stats.ignored[merged] += 1
             elif merged and self._adopts:
-                log.info("decided at another replica", worker=worker.url, intent=worker.intent.value)
-                self._tell(self._host.adopt, worker)
+                self._to_adopt[worker.url] = worker
+
+    def _adopt(self) -> None:
+        """Once all that was there is read: who joins late sees what holds, not how it came about."""
+        for worker in self._to_adopt.values():
+            log.info("decided at another replica", worker=worker.url, intent=worker.intent.value)
+            self._tell(self._host.adopt, worker)
+        self._to_adopt.clear()
 
     def _tell(self, method: Callable[..., None], *arguments: object) -> None:
         try:
             method(*arguments)
         except Exception:
-            log.exception("what another replica says failed here", said=method.__name__)
-            self._stats.ignored[Ignored.HOST_FAILED] += 1
+            self._failures.add(method.__name__)
 
 
 def _ms(entry_id: str) -> int:

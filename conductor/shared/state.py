@@ -10,7 +10,7 @@ import time
 import structlog
 
 from kvroute.clock import monotonic
-from kvroute.conductor.shared.host import Host, OthersLoad
+from kvroute.conductor.shared.host import Host, HostFailures, OthersLoad
 from kvroute.conductor.shared.inbox import Inbox
 from kvroute.conductor.shared.ledger import Ledger
 from kvroute.conductor.shared.link import Link, connect
@@ -54,8 +54,11 @@ class SharedState:
         self._link = Link(options, self.stats)
         self._ledger = Ledger(sender, lambda: time.time_ns() // 1_000_000)
         self._loads = OthersLoads(LOAD_TTL_S, monotonic)
-        self._inbox = Inbox(host, self.stats, monotonic)
-        self._writer = StreamWriter(self._client, self._link, options, sender, self._ledger, host, self.stats)
+        failures = HostFailures(self.stats, monotonic)
+        self._inbox = Inbox(host, failures, self.stats, monotonic)
+        self._writer = StreamWriter(
+            self._client, self._link, options, sender, self._ledger, host, failures, self.stats
+        )
         self._reader = StreamReader(
             self._client,
             self._link,
@@ -65,6 +68,7 @@ class SharedState:
             self._loads,
             self._ledger,
             host,
+            failures,
             self.stats,
         )
         self._snapshots = Snapshots(self._client, self._link, options.prefix, self.stats)

@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import math
 
-import structlog
 from msgspec import Struct
 from redis.asyncio import Redis
 
 from kvroute.clock import monotonic
-from kvroute.conductor.shared.host import Host
+from kvroute.conductor.shared.host import Host, HostFailures
 from kvroute.conductor.shared.ledger import Ledger
-from kvroute.conductor.shared.link import Backoff, Direction, Link, why_lost
+from kvroute.conductor.shared.link import Backoff, Direction, Link, is_of_the_key, why_lost
 from kvroute.conductor.shared.messages import (
     ENTRY_BYTES,
     MAX_WORKERS,
@@ -27,7 +26,7 @@ from kvroute.conductor.shared.messages import (
 )
 from kvroute.conductor.shared.options import SharedOptions
 from kvroute.conductor.shared.outbox import Outbox
-from kvroute.conductor.shared.stats import Dropped, Ignored, SharedStats
+from kvroute.conductor.shared.stats import Dropped, SharedStats
 from kvroute.conductor.shared.streams import (
     DECISIONS_KEPT,
     FLUSH_S,
@@ -39,8 +38,6 @@ from kvroute.conductor.shared.streams import (
     WORKERS_BACK_S,
     Streams,
 )
-
-log = structlog.get_logger(__name__)
 
 QUEUE_BYTES = 16 * 2**20
 FLUSH_BYTES = 4 * ENTRY_BYTES
@@ -72,6 +69,7 @@ class StreamWriter:
         sender: str,
         ledger: Ledger,
         host: Host,
+        failures: HostFailures,
         stats: SharedStats,
     ) -> None:
         self._client = client
@@ -82,12 +80,14 @@ class StreamWriter:
         self._sender = sender
         self._ledger = ledger
         self._host = host
+        self._failures = failures
         self._stats = stats
         self._wake = asyncio.Event()
         self.outbox = Outbox(sender, QUEUE_BYTES, stats, self._wake.set)
         self._decided: list[SharedWorker] = []
         self._mean_entry_bytes = 1024.0
         self._works = False
+        self._losses = 0
         self._told_loads: list[WorkerShare] = []
         self._told_at_s = -math.inf
         self._repeated_at_s = -math.inf
@@ -129,6 +129,10 @@ class StreamWriter:
 
     async def _flush(self) -> None:
         now_s = monotonic()
+        if self._losses != self._link.losses:
+            # A server that was restarted quickly is noticed by the reader alone, whose call is always open.
+            self._losses = self._link.losses
+            self._told_at_s = self._repeated_at_s = -math.inf
         writes = [*self._routed(), *self._loads(now_s), *self._decisions(now_s)]
         if not writes:
             return
@@ -145,10 +149,9 @@ class StreamWriter:
         self._link.fails(Direction.WRITE, error)
         self.outbox.close()
         self._decided.clear()
-        self._told_at_s = self._repeated_at_s = -math.inf
 
     async def _send(self, writes: list[_Write]) -> None:
-        """One round trip. Raises when all of it failed; what failed in part is counted."""
+        """One round trip. Raises when the server refuses all of it; what is refused in part is counted."""
         pipe = self._client.pipeline(transaction=False)
         for write in writes:
             pipe.xadd(write.stream, {VERSION: write.payload}, maxlen=write.keep, approximate=True)
@@ -158,16 +161,18 @@ class StreamWriter:
         try:
             results = await self._link.call(pipe.execute(raise_on_error=False))
         except BaseException:
-            self._stats.dropped[Dropped.UNSURE] += prompts
+            if prompts:
+                self._stats.dropped[Dropped.UNSURE] += prompts
             raise
         errors: list[Exception] = []
         for write, result in zip(writes, results, strict=False):
             if isinstance(result, Exception):
                 errors.append(result)
-                self._stats.dropped[Dropped.REFUSED] += write.prompts
+                if write.prompts:
+                    self._stats.dropped[Dropped.REFUSED] += write.prompts
             else:
                 self._stats.told += write.prompts
-        if len(errors) == len(writes):
+        if len(errors) == len(writes) and not any(map(is_of_the_key, errors)):
             raise errors[0]
         self._stats.lost.update(map(why_lost, errors))
 
@@ -184,16 +189,18 @@ class StreamWriter:
         return writes
 
     def _loads(self, now_s: float) -> list[_Write]:
-        """A report when the loads have changed, at most every `LOADS_S`, and a heartbeat when not."""
+        """A report when the loads have changed, at most every `LOADS_S`, and a heartbeat when not.
+
+        A heartbeat is also what tries a server that was lost, so there is one whatever the host does.
+        """
         age_s = now_s - self._told_at_s
         if age_s < LOADS_S:
             return []
         try:
             shares = [WorkerShare(*load) for load in self._host.local_loads() if load[1] or load[2]]
         except Exception:
-            log.exception("the loads of this replica cannot be had")
-            self._stats.ignored[Ignored.HOST_FAILED] += 1
-            return []
+            self._failures.add("local_loads")
+            shares = self._told_loads
         if shares == self._told_loads and age_s < HEARTBEAT_S:
             return []
         self._told_loads = shares
