@@ -82,8 +82,8 @@ async def check(files: TokenizerFiles, seed: int, limit_s: float) -> Verdict:
         raise UnusableTokenizer(f"the check of {files.tokenizer_json} said nothing usable: {error}") from None
 
 
-def judge(files: TokenizerFiles, seed: int) -> Verdict:
-    """The check itself, in this process. Raises `UnusableTokenizer`."""
+def judge(files: TokenizerFiles, seed: int, fuzz_s: float = FUZZ_S) -> Verdict:
+    """The check itself, in this process, on at least one batch of texts. Raises `UnusableTokenizer`."""
     try:
         raw = json.loads(files.tokenizer_json.read_bytes())
         listed = {token["content"] for token in raw.get("added_tokens") or []}
@@ -94,7 +94,7 @@ def judge(files: TokenizerFiles, seed: int) -> Verdict:
     everything = json.loads(reference.to_str()) if added else raw
     special = [t["content"] for t in everything.get("added_tokens") or [] if t.get("special")][:MAX_SPECIAL]
     prefix, suffix = _ends(files, reference)
-    cuts, not_fast, compared = _fuzz(files, reference, added, cut_tokens(everything), special, seed)
+    cuts, not_fast, compared = _fuzz(files, reference, added, cut_tokens(everything), special, seed, fuzz_s)
     return Verdict(prefix, suffix, added, cuts, not_fast, _minijinja(files, special, seed), compared)
 
 
@@ -121,6 +121,7 @@ def _fuzz(
     cuts: Sequence[str],
     special: Sequence[str],
     seed: int,
+    fuzz_s: float,
 ) -> tuple[list[str], str | None, int]:
     """fastokens, and encoding by segments, against `tokenizers`: (cuts, why not fast, texts compared)."""
     fast, not_fast = None, None
@@ -131,7 +132,7 @@ def _fuzz(
     segments = (
         SegmentCache(lambda batch: _reference_ids(reference, batch), cuts, CACHE_BYTES) if cuts else None
     )
-    deadline, compared = time.monotonic() + FUZZ_S, 0
+    deadline, compared = time.monotonic() + fuzz_s, 0
     for turn in range(FUZZ_ROUNDS):
         batch = texts(seed + turn, FUZZ_TEXTS, special)
         for text, expected in zip(batch, _reference_ids(reference, batch), strict=True):

@@ -85,7 +85,7 @@ def _variables(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _message(message: Mapping[str, Any], parts: bool) -> dict[str, Any]:
-    """Fields in the order of SGLang's models, the null ones left out; flattened content comes last."""
+    """Fields in the order of SGLang's models, null ones left out; content that stays in parts comes last."""
     role, content = text_of(message.get("role")), message.get("content")
     if role == "user":
         if content is None:
@@ -95,9 +95,10 @@ def _message(message: Mapping[str, Any], parts: bool) -> dict[str, Any]:
         made = _generic(role, message)
     else:
         raise NotExact("shape")
-    if isinstance(content, list):
-        return {**made, "content": _content(role, content, parts)}
-    return {"role": role, "content": text_of("" if content is None else content), **made}
+    if not isinstance(content, list):
+        return {"role": role, "content": text_of("" if content is None else content), **made}
+    read = _content(role, content, parts)
+    return {**made, "content": read} if parts else {"role": role, "content": read, **made}
 
 
 def _generic(role: str, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,8 @@ from kvroute.conductor.tokens.yielding import YieldingList
 
 _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 _NAME = "chat"
+_REPLACEMENT = "\ufffd"
+"""minijinja writes it for a lone surrogate, which the engines refuse; from jinja2 that comes out as it is."""
 UNSET: Mapping[str, Any] = {"tools": None, "documents": None, "add_generation_prompt": False}
 """Variables that a template always has."""
 
@@ -65,7 +67,9 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         if self._minijinja is not None:
             try:
-                return self._minijinja.render_template(_NAME, messages=messages, **variables)
+                rendered = self._minijinja.render_template(_NAME, messages=messages, **variables)
+                if _REPLACEMENT not in rendered:
+                    return rendered
             except Exception:
                 self.minijinja_refusals += 1
         try:
