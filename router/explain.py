@@ -46,7 +46,7 @@ class Explainer:
                     "url": worker.url,
                     "requests": load.requests,
                     "pending_prefill_tokens": load.pending_prefill_tokens,
-                    "index": services.knowledge.index_state(worker.id),
+                    "index": services.knowledge.following.state(worker.id),
                     "match": asdict(match),
                 }
                 for worker, load, match in zip(eligible.workers, eligible.loads, matches, strict=True)

@@ -34,6 +34,7 @@ from kvroute.router.metrics import Metrics, gauge
 from kvroute.router.pool import UpstreamPool
 from kvroute.router.replicas import Replicas, shared_options
 from kvroute.router.retry import RetryBudget
+from kvroute.router.snapshots import IndexSnapshots
 from kvroute.router.sweeper import Sweeper
 from kvroute.router.token_source import GatewayTokens
 from kvroute.router.workers import Member, Registry, State
@@ -111,7 +112,6 @@ class GatewayServer:
         self.registry.on_change(self._member_changed)
         self._prober = Prober(self.registry, config.health)
         self.knowledge = Knowledge(config, self.registry, self.metrics)
-        self.knowledge.start()
         self.replicas = None
         if self._shared is not None:
             self.replicas = Replicas(self._shared, self.registry, self.knowledge.predict, self.metrics)
@@ -152,6 +152,10 @@ class GatewayServer:
             self.registry.add(worker)
         if self.replicas is not None:
             await self.replicas.state.start()
+        self._snapshots = self._make_snapshots()
+        if self._snapshots is not None:
+            await self._snapshots.start()
+        self.knowledge.start(None if self._snapshots is None else self._snapshots.restore)
         self._server = await loop.create_server(lambda: ClientConnection(self.state), sock=data_socket)
         self.url = url_of(data_socket)
         if admin_socket is not None:
@@ -167,6 +171,14 @@ class GatewayServer:
             )
             self._admin_task = loop.create_task(self._admin.serve(sockets=[admin_socket]))
         log.info("listening", url=self.url, admin_url=self.admin_url, policy=self._policy.name)
+
+    def _make_snapshots(self) -> IndexSnapshots | None:
+        path = self._config.conductor.snapshot_file
+        shared = None if self.replicas is None else self.replicas.state
+        if self.knowledge.remote is not None or (path is None and shared is None):
+            return None
+        interval_s = self._config.conductor.snapshot_interval_s
+        return IndexSnapshots(path, shared, interval_s, self.knowledge, self.metrics)
 
     async def stop(self) -> None:
         """Not ready, keep serving, drain with a limit, close."""
@@ -188,6 +200,8 @@ class GatewayServer:
             connection.abort()
         await self.state.empty.wait()
         await self._prober.close()
+        if self._snapshots is not None:
+            await self._snapshots.stop()
         for member in list(self.registry.members.values()):
             self.registry.remove(member)
         if self._tokens is not None:

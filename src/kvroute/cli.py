@@ -134,6 +134,12 @@ def mock_engine(
         int | None, typer.Option(help="KV blocks per engine [default: the preset's].")
     ] = None,
     kv_events: Annotated[bool, typer.Option("--kv-events", help="Publish KV events over ZMQ.")] = False,
+    cpu_blocks: Annotated[int, typer.Option(help="Blocks of a CPU tier below the GPU; 0: none.")] = 0,
+    cpu_write: Annotated[
+        str, typer.Option(help="When blocks go there: through, selective or back.")
+    ] = "through",
+    disk_blocks: Annotated[int, typer.Option(help="Blocks of a disk tier; 0: none.")] = 0,
+    silent_tiers: Annotated[bool, typer.Option("--silent-tiers", help="No events from these tiers.")] = False,
     faults: Annotated[str, typer.Option(help="Such as ttft=3,gap=0.1,die_at=2.")] = "",
 ) -> None:
     """Serve mock engines: vLLM's API over a simulated scheduler and KV cache."""
@@ -152,6 +158,10 @@ def mock_engine(
             block_size_tokens=block_size,
             kv_blocks=kv_blocks,
             kv_events=kv_events,
+            cpu_blocks=cpu_blocks,
+            cpu_write=cpu_write,
+            disk_blocks=disk_blocks,
+            tier_events=not silent_tiers,
             faults=Faults().merged(parse_header(faults)),
         )
     except ValueError as error:
@@ -160,6 +170,47 @@ def mock_engine(
         run(options)
     except OSError as error:
         _fail(f"cannot listen on {host}, ports from {port}: {error.strerror}")
+
+
+@app.command()
+def conductor(
+    config: ConfigFile = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on [default: 127.0.0.1].")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the HTTP API [default: 13333].")] = None,
+    lookup: Annotated[
+        str | None, typer.Option(help="Where gateways ask: unix:///path or tcp://host:port.")
+    ] = None,
+    log_level: LogLevel = None,
+) -> None:
+    """Serve the prefix index alone: KV events in, lookups out."""
+    from kvroute.conductor.core import Service
+    from kvroute.conductor.service import CannotListen, ConductorOptions, ConductorServer
+    from kvroute.router import logs
+
+    given = {"host": host, "port": port, "lookup": lookup}
+    resolved = _resolve(
+        config,
+        conductor={name: value for name, value in given.items() if value is not None} or None,
+        log_level=log_level,
+    )
+    logs.configure(resolved.log_level)
+    options = resolved.conductor
+    try:
+        server = ConductorServer(
+            ConductorOptions(
+                options.host,
+                options.port,
+                options.lookup,
+                resolved.prefix_index.max_bytes,
+                resolved.prefix_index.prediction_s,
+                options.snapshot_file,
+                options.snapshot_interval_s,
+                tuple(Service(**service.model_dump()) for service in options.services),
+            )
+        )
+        uvloop.run(server.run())
+    except (CannotListen, ValueError) as error:
+        _fail(str(error))
 
 
 @app.command()

@@ -228,12 +228,28 @@ class ModelConfig(Group):
         return self
 
 
+class ServiceConfig(Group):
+    """A publisher of KV events that `kvroute conductor` follows from its start; see POST /register."""
+
+    endpoint: Annotated[str, Field(pattern=r"^(tcp|ipc)://\S+$")]
+    instance_id: Annotated[str, Field(min_length=1, max_length=256)]
+    modelname: Annotated[str, Field(min_length=1, max_length=256)]
+    block_size: Count
+    type: Literal["vLLM", "SGLang", "Mooncake"] = "vLLM"
+    replay_endpoint: Annotated[str, Field(pattern=r"^(tcp|ipc)://\S+$")] | None = None
+    lora_name: str = ""
+    tenant_id: str = "default"
+    dp_rank: Annotated[int, Field(ge=0)] = 0
+    additionalsalt: str = ""
+
+
 class ConductorConfig(Group):
     """The index as a service of its own: how `kvroute conductor` serves it, and how a gateway asks it."""
 
     connect: Annotated[str, Field(pattern=r"^(unix:///\S+|tcp://\S+:\d+)$")] | None = Field(
         default=None,
-        description="lookup socket of a remote conductor for this gateway to ask: unix:///path or tcp://host:port",
+        description="a remote conductor's lookup socket, which this gateway asks: "
+        "unix:///path or tcp://host:port",
     )
     budget_s: Seconds = Field(
         default=0.005, description="a lookup that takes longer is done without, by what this gateway routed"
@@ -247,6 +263,9 @@ class ConductorConfig(Group):
         default=None, description="the index survives a restart in it; for the gateway's own index as well"
     )
     snapshot_interval_s: Seconds = 60.0
+    services: tuple[ServiceConfig, ...] = Field(
+        default=(), description="publishers that `kvroute conductor` follows without being asked"
+    )
 
 
 class RedisConfig(Group):

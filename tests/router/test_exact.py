@@ -66,7 +66,9 @@ class Side:
 
     def exact(self) -> bool:
         knowledge = self.server.knowledge
-        states = [knowledge.index_state(worker_id)["trust"] for worker_id in knowledge.feed.followed]
+        states = [
+            knowledge.following.state(worker_id)["trust"] for worker_id in knowledge.following.feed.followed
+        ]
         return states == ["exact"] * len(self.fleet.urls)
 
 
@@ -87,7 +89,7 @@ async def side(engines: int = 2, options: dict[str, Any] | None = None, **fields
         await server.start()
         try:
             this = Side(fleet, server, http)
-            await until(lambda: len(server.knowledge.feed.followed) == engines and this.exact())
+            await until(lambda: len(server.knowledge.following.feed.followed) == engines and this.exact())
             yield this
             server.knowledge.index.check_integrity()
         finally:
@@ -169,7 +171,7 @@ async def test_a_removed_worker_leaves_nothing_in_the_index() -> None:
             this.server.registry.remove(member)
         index = this.server.knowledge.index
         await until(lambda: index.entries == 0)
-        assert this.server.knowledge.feed.followed == ()
+        assert this.server.knowledge.following.feed.followed == ()
 
 
 async def test_batches_match_as_the_sum_of_their_prompts() -> None:

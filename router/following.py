@@ -1,0 +1,204 @@
+"""Whose KV events are followed, after a restart from its snapshot, and how far each is believed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import structlog
+from msgspec import to_builtins
+
+from kvroute.clock import Clock
+from kvroute.conductor.core import Engine
+from kvroute.conductor.events import EventFeed, EventSource, Watermark, WorkerHealth, discovered_sources
+from kvroute.conductor.index import PrefixIndex
+from kvroute.conductor.keys import Namespace
+from kvroute.conductor.remote import RemoteConductor
+from kvroute.router.workers import Member, Registry, State, base_model
+from kvroute.types import Trust
+
+log = structlog.get_logger(__name__)
+
+DEFAULT_BLOCK_TOKENS = 16
+"""Where no worker has said what its blocks are."""
+SWEEP_PAUSE_S = 0.02
+
+Restore = Callable[[Engine, str], Awaitable[Mapping[int, Watermark] | None]]
+"""Brings the blocks of an engine into the index under a worker id; None when there are none of it."""
+
+
+class Following:
+    """Brings workers into the index as they become ready, and takes them out as they leave.
+
+    With a remote conductor their events are followed there, and the index here holds predictions alone.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        index: PrefixIndex,
+        remote: RemoteConductor | None,
+        *,
+        events: bool,
+        clock: Clock,
+    ) -> None:
+        self.feed = EventFeed(index, clock=clock, on_trust=self._trust_changed)
+        self.block_sizes: tuple[int, ...] = (DEFAULT_BLOCK_TOKENS,)
+        """Tokens per block of the chains that the workers' indexes are made of; most fleets have one."""
+        self.untrusted: set[str] = set()
+        """Workers to be judged by their load alone."""
+        self._registry = registry
+        self._index = index
+        self._remote = remote
+        self._events = events
+        self._engines: dict[str, Engine] = {}
+        self._restore: Restore | None = None
+        self._started = False
+        self._restoring: set[asyncio.Task[None]] = set()
+        self._sweeping: asyncio.TimerHandle | None = None
+        registry.on_change(self._member_changed)
+
+    def start(self, restore: Restore | None = None) -> None:
+        """Follow the workers that are ready, and those to come. Needs a running loop."""
+        self._restore = restore
+        self._started = True
+        for member in list(self._registry.members.values()):
+            self._member_changed(member)
+
+    async def close(self) -> None:
+        """Idempotent."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        for task in self._restoring:
+            task.cancel()
+        await asyncio.gather(*self._restoring, return_exceptions=True)
+        await self.feed.close()
+
+    def engines(self) -> list[tuple[Engine, str]]:
+        """Those whose events are followed here, and their ids."""
+        return [(self._engines[name], name) for name in self.feed.followed if name in self._engines]
+
+    def healths(self) -> dict[str, WorkerHealth | None]:
+        """By URL, of the workers followed here."""
+        urls = {member.worker.id: member.worker.url for member in self._registry.members.values()}
+        return {urls[name]: self.feed.health(name) for name in self.feed.followed if name in urls}
+
+    def state(self, worker_id: str) -> dict[str, Any]:
+        """How far the index of a worker is believed, and why not farther."""
+        health = self.feed.health(worker_id)
+        held = self._index.held_blocks(worker_id)
+        if health is None:
+            return {"trust": Trust.APPROXIMATE.value, "reasons": ["no_kv_events"], "held_blocks": held}
+        return {
+            "trust": health.trust.value,
+            "reasons": list(health.reasons),
+            "held_blocks": held,
+            "ranks": [to_builtins(holder) for holder in health.holders],
+        }
+
+    # --- workers come and go -------------------------------------------------------------------
+
+    def _member_changed(self, member: Member) -> None:
+        if member.state is State.GONE:
+            self._forget(member.worker.id)
+        elif self._started and member.state is State.READY and member.worker.id not in self._engines:
+            self._announce(member)
+        self._collect_block_sizes()
+
+    def _announce(self, member: Member) -> None:
+        """A worker is ready for the first time: what it said of its events is known by now."""
+        worker = member.worker
+        engine = self._engines[worker.id] = Engine(
+            worker.url,
+            Namespace(model=base_model(member)),
+            self._sources(member) if self._events else (),
+            worker.block_size_tokens,
+            silent_tier_blocks=member.config.silent_tier_blocks,
+        )
+        log.info("index", worker=worker.id, kv_event_sources=[source.endpoint for source in engine.sources])
+        if self._remote is not None:
+            self._remote.follow(
+                worker.id,
+                engine.url,
+                engine.namespace,
+                engine.sources,
+                block_tokens=engine.block_tokens,
+                silent_tier_blocks=engine.silent_tier_blocks,
+            )
+        elif engine.sources and self._restore is not None:
+            self.untrusted.add(worker.id)
+            task = asyncio.get_running_loop().create_task(
+                self._follow_restored(worker.id, engine, self._restore)
+            )
+            self._restoring.add(task)
+            task.add_done_callback(self._restoring.discard)
+        elif engine.sources:
+            self._follow(worker.id, engine, None)
+
+    async def _follow_restored(self, worker_id: str, engine: Engine, restore: Restore) -> None:
+        watermarks = await restore(engine, worker_id)
+        if worker_id in self._engines:
+            self._follow(worker_id, engine, watermarks)
+            self._trust_changed(worker_id, self.feed.trust(worker_id), ())
+
+    def _follow(self, worker_id: str, engine: Engine, watermarks: Mapping[int, Watermark] | None) -> None:
+        self.feed.follow(
+            worker_id,
+            engine.sources,
+            engine.namespace,
+            block_tokens=engine.block_tokens,
+            silent_tier_blocks=engine.silent_tier_blocks,
+            restored=watermarks,
+        )
+
+    def _sources(self, member: Member) -> tuple[EventSource, ...]:
+        given = member.config.kv_events
+        host = member.endpoint.authority.rpartition(":")[0] or "127.0.0.1"
+        try:
+            if given is None:
+                return discovered_sources(member.kv_event_sources, host)
+            bind = "://*" in given.endpoint
+            first = EventSource(given.endpoint, given.replay_endpoint, topic=given.topic, bind=bind)
+            return tuple(
+                source if bind else source.at(host)
+                for source in first.ranks(member.worker.data_parallel_size)
+            )
+        except ValueError as error:
+            log.warning("unusable kv event sources", worker=member.worker.id, error=str(error))
+            return ()
+
+    def _forget(self, worker_id: str) -> None:
+        self.untrusted.discard(worker_id)
+        if self._engines.pop(worker_id, None) is not None:
+            self.feed.unfollow(worker_id)
+            if self._remote is not None:
+                self._remote.unfollow(worker_id)
+        self._index.remove_worker(worker_id)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Give a removed worker's memory back bit by bit, so that no request waits for it."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            self._sweeping = None
+        if self._index.sweep():
+            self._sweeping = asyncio.get_running_loop().call_later(SWEEP_PAUSE_S, self._sweep)
+
+    # --- what is learned of them ---------------------------------------------------------------
+
+    def _trust_changed(self, worker_id: str, trust: Trust, reasons: tuple[str, ...]) -> None:
+        tell = log.info if trust is Trust.EXACT else log.warning
+        tell("index trust", worker=worker_id, trust=trust.value, reasons=reasons)
+        if trust is Trust.LOAD_ONLY:
+            self.untrusted.add(worker_id)
+        else:
+            self.untrusted.discard(worker_id)
+        self._collect_block_sizes()
+
+    def _collect_block_sizes(self) -> None:
+        """Workers that are followed here tell by their holders, others by what they say of themselves."""
+        followed = set(self.feed.followed)
+        others = [m.worker for m in self._registry.members.values() if m.worker.id not in followed]
+        sizes = {worker.block_size_tokens or DEFAULT_BLOCK_TOKENS for worker in others}
+        self.block_sizes = tuple(sorted(self._index.block_sizes | sizes)) or (DEFAULT_BLOCK_TOKENS,)
