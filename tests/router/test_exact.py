@@ -153,8 +153,7 @@ async def test_a_restarted_engine_holds_nothing() -> None:
         await this.send("/v1/completions", body)
         await this.learned(body, 288)
         (engine,) = this.fleet.engines
-        await engine.stop()
-        await engine.start()
+        await engine.restart()
         index = this.server.knowledge.index
         await until(lambda: index.entries == 0 and this.server.registry.usable and this.exact(), within_s=10)
         assert set((await this.confirmed("/v1/completions", body)).values()) == {0}
