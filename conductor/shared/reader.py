@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import structlog
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
@@ -27,8 +26,6 @@ from kvroute.conductor.shared.messages import (
 from kvroute.conductor.shared.options import SharedOptions
 from kvroute.conductor.shared.stats import Ignored, SharedStats
 from kvroute.conductor.shared.streams import LOAD_TTL_S, WORKERS_BACK_S, Streams
-
-log = structlog.get_logger(__name__)
 
 COUNT = 64
 """Entries per stream and read: some megabytes at most."""
@@ -182,7 +179,6 @@ class StreamReader:
     def _adopt(self) -> None:
         """Once all that was there is read: who joins late sees what holds, not how it came about."""
         for worker in self._to_adopt.values():
-            log.info("decided at another replica", worker=worker.url, intent=worker.intent.value)
             self._tell(self._host.adopt, worker)
         self._to_adopt.clear()
 
