@@ -152,10 +152,10 @@ class GatewayServer:
             self.registry.add(worker)
         if self.replicas is not None:
             await self.replicas.state.start()
-        self._snapshots = self._make_snapshots()
-        if self._snapshots is not None:
-            await self._snapshots.start()
-        self.knowledge.start(None if self._snapshots is None else self._snapshots.restore)
+        self.snapshots = self._make_snapshots()
+        if self.snapshots is not None:
+            await self.snapshots.start()
+        self.knowledge.start(None if self.snapshots is None else self.snapshots.restore)
         self._server = await loop.create_server(lambda: ClientConnection(self.state), sock=data_socket)
         self.url = url_of(data_socket)
         if admin_socket is not None:
@@ -200,8 +200,8 @@ class GatewayServer:
             connection.abort()
         await self.state.empty.wait()
         await self._prober.close()
-        if self._snapshots is not None:
-            await self._snapshots.stop()
+        if self.snapshots is not None:
+            await self.snapshots.stop()
         for member in list(self.registry.members.values()):
             self.registry.remove(member)
         if self._tokens is not None:

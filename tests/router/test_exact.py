@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
@@ -73,27 +73,31 @@ class Side:
 
 
 @asynccontextmanager
-async def side(engines: int = 2, options: dict[str, Any] | None = None, **fields: Any) -> AsyncIterator[Side]:
+async def side(
+    engines: int = 2,
+    options: dict[str, Any] | None = None,
+    fleet: MockFleet | None = None,
+    **fields: Any,
+) -> AsyncIterator[Side]:
+    """A gateway before engines of its own, or before those of `fleet`."""
     mock = MockOptions(**{"engines": engines, "speed": math.inf, "kv_events": True, **(options or {})})
-    async with MockFleet(mock) as fleet, httpx.AsyncClient(timeout=10) as http:
-        config = fast_config(
-            **{
-                "policy": "prefix_affinity",
-                "models": {"mock": {"source": "engine"}},
-                "admin": {"enabled": True, "port": 0},
-                **fields,
-                "workers": fleet.urls,
-            }
-        )
-        server = GatewayServer(config)
+    async with AsyncExitStack() as stack:
+        fleet = fleet or await stack.enter_async_context(MockFleet(mock))
+        http = await stack.enter_async_context(httpx.AsyncClient(timeout=10))
+        given = {
+            "policy": "prefix_affinity",
+            "models": {"mock": {"source": "engine"}},
+            "admin": {"enabled": True, "port": 0},
+            **fields,
+            "workers": fleet.urls,
+        }
+        server = GatewayServer(fast_config(**given))
         await server.start()
-        try:
-            this = Side(fleet, server, http)
-            await until(lambda: len(server.knowledge.following.feed.followed) == engines and this.exact())
-            yield this
-            server.knowledge.index.check_integrity()
-        finally:
-            await server.stop()
+        stack.push_async_callback(server.stop)
+        this = Side(fleet, server, http)
+        await until(lambda: len(server.knowledge.following.feed.followed) == len(fleet.urls) and this.exact())
+        yield this
+        server.knowledge.index.check_integrity()
 
 
 @pytest.mark.parametrize(
