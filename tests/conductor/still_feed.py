@@ -60,7 +60,9 @@ class StillFeed:
         if worker_id not in self.workers:
             return None
         ranks = tuple(
-            HolderHealth(dp_rank=source.dp_rank, trust=Trust.EXACT, last_seq=7, lag_s=0.25, counters={"gaps": 1})
+            HolderHealth(
+                dp_rank=source.dp_rank, trust=Trust.EXACT, last_seq=7, lag_s=0.25, counters={"gaps": 1}
+            )
             for source in self.workers[worker_id]
         )
         return WorkerHealth(worker_id=worker_id, trust=Trust.EXACT, holders=ranks)
@@ -111,5 +113,7 @@ def store(
     keys = list(token_keys(ids, namespace.root("ids"), block_tokens).keys)
     for at in range(len(keys))[blocks]:
         parent = keys[at - 1] if at else None
-        index.blocks.store(index.slot(holder), tier, parent, packed([keys[at] ^ hash_seed]), packed([keys[at]]))
+        index.blocks.store(
+            index.slot(holder), tier, parent, packed([keys[at] ^ hash_seed]), packed([keys[at]])
+        )
     return [key ^ hash_seed for key in keys]

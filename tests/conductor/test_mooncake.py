@@ -328,7 +328,10 @@ async def test_a_full_house(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvroute.conductor.core.MAX_SERVICES", 1)
     await api.register()
     answer = await api.post("/register", {**PLAIN, "instance_id": "p2", "endpoint": "tcp://1.1.1.1:9"})
-    assert (answer.status_code, answer.json()["error"]) == (503, "1 services are registered, which is the limit")
+    assert (answer.status_code, answer.json()["error"]) == (
+        503,
+        "1 services are registered, which is the limit",
+    )
 
 
 def _without(body: dict[str, Any], name: str) -> dict[str, Any]:
@@ -466,12 +469,20 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=8,
 )
-FIELDS = sorted({*REGISTER, *QUERY, *HASHES, *LOOKUP, "keys", "block_hash", "lora_id", "cache_salt", "block_tokens"})
+FIELDS = sorted(
+    {*REGISTER, *QUERY, *HASHES, *LOOKUP, "keys", "block_hash", "lora_id", "cache_salt", "block_tokens"}
+)
 PATHS = ["/register", "/unregister", "/query", "/query_by_hash", "/lookup"]
-VALID = {"/register": PLAIN, "/unregister": PLAIN, "/query": QUERY, "/query_by_hash": HASHES, "/lookup": LOOKUP}
+VALID = {
+    "/register": PLAIN,
+    "/unregister": PLAIN,
+    "/query": QUERY,
+    "/query_by_hash": HASHES,
+    "/lookup": LOOKUP,
+}
 
 
-@settings(max_examples=100, deadline=None, print_blob=True)
+@settings(max_examples=60, deadline=None, print_blob=True)
 @given(
     path=st.sampled_from(PATHS),
     changes=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3),
