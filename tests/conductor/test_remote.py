@@ -184,7 +184,8 @@ async def test_gateways_that_follow_the_same_engine_share_what_is_known(tmp_path
         await told(one)
         asked = await other.match([keys_of()], ["yours", "yours-silent", "mine"])
         assert [match.tokens for match in asked.matches] == [512, 512, 0]
-        # One says that both have left. Of the first, events will tell the other; of the second, nothing would.
+        # One says that both have left. Events will tell the other of the first's end; nothing would of the
+        # second's.
         one.unfollow("mine")
         one.unfollow("mine-silent")
         await told(one)
