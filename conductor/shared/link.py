@@ -75,6 +75,8 @@ class Link:
         self._told: bool | None = None
         self.losses = 0
         """Counter: failed calls of either direction. After one, the server may have forgotten everything."""
+        self.up = asyncio.Event()
+        """Set while both directions work."""
 
     async def call(self, call: Awaitable[T], extra_s: float = 0.0) -> T:
         """Await one call within its time; a call that is cut off also loses its connection."""
@@ -86,6 +88,7 @@ class Link:
         if len(self._working) == len(Direction) and not self._stats.connected:
             self._stats.connected = self._told = True
             self._stats.connects += 1
+            self.up.set()
             log.info("shared state connected", url=self._options.shown_url)
 
     def fails(self, direction: Direction, error: Exception) -> None:
@@ -95,6 +98,7 @@ class Link:
         self._working.discard(direction)
         self._stats.disconnects += self._stats.connected
         self._stats.connected = False
+        self.up.clear()
         if self._told is not False:
             self._told = False
             log.error(

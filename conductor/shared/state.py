@@ -92,6 +92,7 @@ class SharedState:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._reader.caught_up.wait()
+                await self._link.up.wait()
         return self._reader.caught_up.is_set()
 
     async def stop(self) -> None:

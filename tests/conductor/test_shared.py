@@ -463,6 +463,25 @@ async def test_a_snapshot_is_stored_in_chunks_and_read_back(server: RedisServer)
             assert 0 < await client.pttl(name) <= 3_600_000
 
 
+async def test_a_snapshot_replaced_while_it_is_read_is_read_again(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with sharing(server, Replica(), "a") as a:
+        assert await a.store_snapshot("index", b"old", 1)
+        header = a._snapshots._header
+        seen = [await header("index", strict=True)]
+        assert await a.store_snapshot("index", b"new", 2)
+
+        async def seen_before(name: str, *, strict: bool) -> object:
+            return seen.pop() if seen else await header(name, strict=strict)
+
+        monkeypatch.setattr(a._snapshots, "_header", seen_before)
+        found = await a.fetch_snapshot("index")
+        assert found is not None
+        assert (found.data, found.version) == (b"new", 2)
+        assert not a.stats.snapshot_failures
+
+
 async def test_a_broken_snapshot_is_none(server: RedisServer) -> None:
     data = b"x" * 600_000
     async with sharing(server, Replica(), "a") as a, server.client() as client:
