@@ -1,0 +1,244 @@
+"""`kvroute bench tokens`: what exact keys cost per request, from its body to who holds its prefix.
+
+CPU of the whole process, since the tokenizer may use threads of its own. Texts are made before anything is
+timed; fresh ones hold words that no text before them had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from array import array
+from collections.abc import Awaitable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from pydoc_data.topics import topics
+from random import Random
+from statistics import median
+from typing import Any
+
+import orjson
+
+from kvroute.conductor.block_index import GPU, make_block_index
+from kvroute.conductor.keys import namespace_key, token_keys
+from kvroute.conductor.tokens.exact import ExactTokenizer
+from kvroute.conductor.tokens.outcome import TokenizedPrompts
+from kvroute.conductor.tokens.registry import TokenizerOptions, Tokenizers, load_checked
+
+SEED = 1
+CHAT = b"/v1/chat/completions"
+MODEL = "model"
+STAGES = ("parse", "render_and_tokenise", "hash", "look_up")
+SIZES_BYTES = (2_000, 20_000, 100_000, 500_000)
+TURNS = 30
+CHAT_BYTES = 100_000
+LONG_BYTES = 1_000_000
+MESSAGE_BYTES = 1_700
+NOVEL_WORDS = 0.05
+"""Share of words made up on the spot: names, numbers and typing errors of real text."""
+BLOCK_TOKENS = 16
+WORKERS = 16
+HOLDERS = 4
+TICK_S = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class TokensBench:
+    """`tokenizer` is a model's directory or tokenizer.json; `rounds` requests are measured of each kind."""
+
+    tokenizer: Path
+    chat_template: Path | None = None
+    rounds: int = 25
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise ValueError(f"rounds must be at least 1, not {self.rounds}")
+
+
+class _Texts:
+    """English of Python's own documentation, with words that nobody has seen."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self._words = " ".join(topics[name] for name in sorted(topics)).split(" ")
+
+    def text(self, size: int) -> str:
+        words: list[str] = []
+        length = 0
+        while length < size:
+            word = self._random.choice(self._words)
+            if self._random.random() < NOVEL_WORDS:
+                word = "".join(self._random.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=9))
+            words.append(word)
+            length += len(word) + 1
+        return " ".join(words)[:size]
+
+    def messages(self, size: int, message_size: int = MESSAGE_BYTES) -> list[dict[str, str]]:
+        roles = ("user", "assistant")
+        count = max(1, size // message_size)
+        return [{"role": roles[i % 2], "content": self.text(size // count)} for i in range(count)]
+
+
+class _Path:
+    """What a gateway does with one request, each stage timed."""
+
+    def __init__(self, exact: ExactTokenizer) -> None:
+        self._exact = exact
+        self._root = namespace_key(MODEL, domain="ids")
+        self._index = make_block_index()
+        self._slots = [self._index.open() for _ in range(WORKERS)]
+
+    def cost_ms(self, body: bytes) -> list[float]:
+        """CPU of parsing, rendering and tokenising, hashing, looking up."""
+        marks = [time.process_time()]
+        fields = orjson.loads(body)
+        marks.append(time.process_time())
+        made = self._exact.encode(CHAT, fields)
+        marks.append(time.process_time())
+        if not isinstance(made, TokenizedPrompts):
+            raise ValueError(f"the tokenizer makes no ids of a plain chat: {made.reason}")
+        keys = token_keys(made.prompts[0], self._root, BLOCK_TOKENS).keys
+        marks.append(time.process_time())
+        packed = array("Q", keys).tobytes()
+        self._index.match(packed)
+        marks.append(time.process_time())
+        for slot in self._slots[:HOLDERS]:
+            self._index.store(slot, GPU, None, packed, packed)
+        return [(after - before) * 1e3 for before, after in pairwise(marks)]
+
+
+def run_bench_tokens(bench: TokensBench) -> dict[str, Any]:
+    """Load the tokenizer as a gateway does, run, and give the figures as one JSON object.
+
+    load_s, encoder, and in ms of CPU: fresh (one row per size), chat (the turns of one that grows to 100 KB)
+    and loop_hold (how late the event loop's tasks are while a thread works on 1 MB; `idle` is the machine's
+    own noise in as much time).
+    """
+    options = TokenizerOptions("local", bench.tokenizer, bench.chat_template)
+    start_s = time.perf_counter()
+    exact = asyncio.run(load_checked(options))
+    load_s = time.perf_counter() - start_s
+    texts, path = _Texts(Random(SEED)), _Path(exact)
+    path.cost_ms(orjson.dumps({"messages": texts.messages(CHAT_BYTES)}))  # what is built on first use
+    gc.collect()
+    return {
+        "tokenizer": str(bench.tokenizer),
+        "encoder": exact.encoder.name,
+        "load_s": load_s,
+        "fresh": [_fresh(path, texts, size, bench.rounds) for size in SIZES_BYTES],
+        "chat": _chat(path, texts, max(1, bench.rounds // 5)),
+        "loop_hold": asyncio.run(_loop_hold(exact, texts, bench.rounds)),
+    }
+
+
+def _fresh(path: _Path, texts: _Texts, size: int, rounds: int) -> dict[str, Any]:
+    bodies = [orjson.dumps({"model": MODEL, "messages": texts.messages(size)}) for _ in range(rounds)]
+    return {"bytes": size, **_row([path.cost_ms(body) for body in bodies])}
+
+
+def _chat(path: _Path, texts: _Texts, rounds: int) -> dict[str, Any]:
+    """Each turn sends all before it and a new message; half of a turn's growth is the answer to the last."""
+    turns: list[list[list[float]]] = [[] for _ in range(TURNS)]
+    for _ in range(rounds):
+        for turn, body in enumerate(_bodies(texts)):
+            turns[turn].append(path.cost_ms(body))
+    last = _row(turns[-1])
+    means = [median(sum(costs) for costs in turn) for turn in turns]
+    return {"turns": TURNS, "bytes": CHAT_BYTES, "turn_mean_ms": sum(means) / TURNS, "last": last}
+
+
+def _bodies(texts: _Texts) -> Iterator[bytes]:
+    messages = texts.messages(CHAT_BYTES, CHAT_BYTES // (2 * TURNS))
+    for turn in range(TURNS):
+        yield orjson.dumps({"model": MODEL, "messages": messages[: 2 * turn + 1]})
+
+
+def _row(costs: Sequence[Sequence[float]]) -> dict[str, Any]:
+    ordered = sorted(costs, key=sum)
+    totals = [sum(cost) for cost in ordered]
+    stages = {f"{name}_ms": median(cost[i] for cost in costs) for i, name in enumerate(STAGES)}
+    return {"p50_ms": median(totals), "min_ms": totals[0], "max_ms": totals[-1], **stages}
+
+
+async def _loop_hold(exact: ExactTokenizer, texts: _Texts, rounds: int) -> list[dict[str, Any]]:
+    async def load(_: TokenizerOptions) -> ExactTokenizer:
+        return exact
+
+    tokenizers = Tokenizers({MODEL: TokenizerOptions("local", Path())}, load=load)
+    await tokenizers.run()
+    rows = []
+    for message_size in (LONG_BYTES, 2_000, 200):
+        bodies = [
+            orjson.dumps({"model": MODEL, "messages": texts.messages(LONG_BYTES, message_size)})
+            for _ in range(rounds)
+        ]
+        gc.collect()
+        held = [await _lateness_ms(tokenizers.later(MODEL, CHAT, body)) for body in bodies]
+        taken_s = median(taken for _, taken in held)
+        idle = [await _lateness_ms(asyncio.sleep(taken_s)) for _ in bodies]
+        rows.append(
+            {
+                "messages": max(1, LONG_BYTES // message_size),
+                "taken_ms": taken_s * 1e3,
+                **_quantiles([late for late, _ in held]),
+                "idle": _quantiles([late for late, _ in idle]),
+            }
+        )
+    tokenizers.close()
+    return rows
+
+
+async def _lateness_ms(work: Awaitable[Any]) -> tuple[float, float]:
+    """How late, at worst, a timer of this loop was while `work` was awaited; and how long that took, in s."""
+    worst_s = 0.0
+
+    async def tick() -> None:
+        nonlocal worst_s
+        while True:
+            start_s = time.perf_counter()
+            await asyncio.sleep(TICK_S)
+            worst_s = max(worst_s, time.perf_counter() - start_s - TICK_S)
+
+    ticking = asyncio.create_task(tick())
+    await asyncio.sleep(0)
+    start_s = time.perf_counter()
+    await work
+    taken_s = time.perf_counter() - start_s
+    await asyncio.sleep(2 * TICK_S)
+    ticking.cancel()
+    return worst_s * 1e3, taken_s
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {
+        "p50_ms": median(ordered),
+        "p90_ms": ordered[int(0.9 * (len(ordered) - 1))],
+        "max_ms": ordered[-1],
+    }
+
+
+def show_bench_tokens(result: dict[str, Any]) -> str:
+    """The figures as a table of text."""
+    lines = [
+        f"{result['tokenizer']}: {result['encoder']}, loaded and checked in {result['load_s']:.1f} s",
+        "",
+    ]
+    lines.append("CPU ms per request    p50    min    max   parse  render+tokenise  hash  look up")
+    chat = {"bytes": f"turn {result['chat']['turns']}", **result["chat"]["last"]}
+    for row in [*result["fresh"], chat]:
+        name = row["bytes"] if isinstance(row["bytes"], str) else f"{row['bytes'] / 1000:g} KB fresh"
+        totals = "".join(f"{row[key]:7.2f}" for key in ("p50_ms", "min_ms", "max_ms"))
+        stages = "  ".join(f"{row[f'{stage}_ms']:.3f}" for stage in STAGES)
+        lines.append(f"{name:<18}{totals}   {stages}")
+    mean = result["chat"]["turn_mean_ms"]
+    lines += [f"mean of the {TURNS} turns of a chat that grows to 100 KB: {mean:.2f}", ""]
+    lines.append("1 MB on a thread: lateness of the loop's timers, ms (and of an idle loop)")
+    for row in result["loop_hold"]:
+        late, idle = (
+            "/".join(f"{at[key]:.2f}" for key in ("p50_ms", "p90_ms", "max_ms")) for at in (row, row["idle"])
+        )
+        lines.append(f"{row['messages']:>5} messages, {row['taken_ms']:.1f} ms: p50/p90/max {late} ({idle})")
+    return "\n".join(lines)
