@@ -56,7 +56,7 @@ async def sharing(
     server: RedisServer, replica: Replica, name: str = "a", within_s: float = 2.0, **options: object
 ) -> AsyncIterator[SharedState]:
     """A started replica; its counters must agree with its queues on the way out."""
-    fields: dict[str, object] = {"url": server.url, "password": server.password, "timeout_s": 0.3, **options}
+    fields: dict[str, object] = {"url": server.url, "password": server.password, "timeout_s": 1.0, **options}
     state = SharedState(SharedOptions(**fields), name, replica)  # type: ignore[arg-type]
     try:
         await state.start(within_s)

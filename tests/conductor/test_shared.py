@@ -324,7 +324,10 @@ async def test_a_redis_that_hangs_is_a_redis_that_is_gone(
 ) -> None:
     monkeypatch.setattr(state, "LOAD_TTL_S", 0.5)
     one, two = Replica(loads={URL: (3, 30)}), Replica()
-    async with sharing(server, one, "a") as a, sharing(server, two, "b") as b:
+    async with (
+        sharing(server, one, "a", timeout_s=0.2) as a,
+        sharing(server, two, "b", timeout_s=0.2) as b,
+    ):
         await until(lambda: a.stats.connected and b.others_load(URL).requests == 3)
         server.pause()
         try:
