@@ -59,13 +59,14 @@ class Server:
 
     def running_requests(self) -> int:
         """`vllm:num_requests_running`, summed over the engine's ranks."""
-        return self._metric("vllm:num_requests_running")
+        return self.metric("vllm:num_requests_running")
 
     def generated_tokens(self) -> int:
         """Counts up at every step of every request, so it stands still when the engine works on none."""
-        return self._metric("vllm:generation_tokens_total")
+        return self.metric("vllm:generation_tokens_total")
 
-    def _metric(self, name: str) -> int:
+    def metric(self, name: str) -> int:
+        """A metric's value, summed over its series."""
         text = httpx.get(f"{self.url}/metrics", timeout=CALL_LIMIT_S).text
         found = re.findall(rf"^{re.escape(name)}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE)
         assert found, f"{self.name} has no metric {name}"

@@ -2,6 +2,8 @@
 
     python make_tiny_model.py DIRECTORY
 
+An adapter for it (LoRA, as PEFT lays it out) goes to DIRECTORY/adapter.
+
 Runs in vLLM's environment (torch, transformers, tokenizers). Seeded, and the tokenizer is trained on the
 Python documentation that the interpreter carries, so one environment always makes the same model.
 """
@@ -10,15 +12,19 @@ Python documentation that the interpreter carries, so one environment always mak
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 2048
 CONTEXT_TOKENS = 8192
+RANK = 8
 PAD, BOS, END = SPECIAL = ("<pad>", "<bos>", "<end>")
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
@@ -71,9 +77,33 @@ def make_model() -> LlamaForCausalLM:
     )
 
 
+def save_adapter(model: LlamaForCausalLM, directory: Path) -> None:
+    """On every query and value projection, strong enough that the adapter's KV differs from the model's."""
+    directory.mkdir(exist_ok=True)
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": 2 * RANK,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": ["q_proj", "v_proj"],
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(settings))
+    weights = {}
+    for name, module in model.named_modules():
+        if name.endswith(("q_proj", "v_proj")):
+            outputs, inputs = module.weight.shape
+            weights[f"base_model.model.{name}.lora_A.weight"] = 0.3 * torch.randn(RANK, inputs)
+            weights[f"base_model.model.{name}.lora_B.weight"] = 0.3 * torch.randn(outputs, RANK)
+    save_file(weights, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
 def main(directory: str) -> None:
+    model = make_model()
     make_tokenizer().save_pretrained(directory)
-    make_model().save_pretrained(directory)
+    model.save_pretrained(directory)
+    save_adapter(model, Path(directory) / "adapter")
 
 
 if __name__ == "__main__":
