@@ -122,7 +122,7 @@ class EventFeed:
                 changed=lambda: self._changed(worker_id),
                 cleared=lambda reason: self._cleared(worker_id, reason),
             )
-        self._index.believe_events(worker_id, False)
+        self._changed(worker_id)  # what is restored is not to be believed for a moment
         for subscriber in followed.subscribers.values():
             subscriber.start()
 
