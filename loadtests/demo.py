@@ -1,4 +1,4 @@
-"""`kvroute demo`: the same conversations through the gateway, once per policy, in front of mock engines."""
+"""`kvroute demo`: the same conversations through the gateway, once per setting, in front of mock engines."""
 
 from __future__ import annotations
 
@@ -24,23 +24,41 @@ from kvroute.loadtests.workload import Conversation, MultiTurn
 from kvroute.router.server import GatewayServer, running
 from kvroute.router.workers import Member, State
 
-POLICIES = ("round_robin", "prefix_affinity")
 ENGINES = 4
 KV_BLOCKS = 6500
 READY_WITHIN_S = 20.0
 WORKER_HEADER = "x-kvroute-worker"
 
 
+@dataclass(frozen=True)
+class Setting:
+    """A policy, and what its gateway knows of the engines' caches."""
+
+    name: str
+    policy: str
+    exact: bool = False
+    """Token ids from the engines, and their KV events; else what was routed, by the bytes of the prompts."""
+
+
+SETTINGS = (
+    Setting("round_robin", "round_robin"),
+    Setting("prefix_affinity", "prefix_affinity"),
+    Setting("  with KV events", "prefix_affinity", exact=True),
+)
+
+
 @dataclass
 class Result:
-    """What one policy's run showed. Failed requests have an infinite TTFT."""
+    """What one setting's run showed. Failed requests have an infinite TTFT."""
 
-    policy: str
+    setting: Setting
     ttft_s: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int = 0
     split: Counter[str] = field(default_factory=Counter)
     failures: int = 0
+    foretold: float | None = None
+    """Share of requests whose cached tokens the index foretold to within a token; None where not asked."""
 
     def ttft_ms(self, quantile: float) -> float:
         """Nearest-rank quantile."""
@@ -54,7 +72,7 @@ class Result:
 
 
 def run_demo(seed: int, console: Console, workload: MultiTurn | None = None) -> list[Result]:
-    """Run it all, print the table, and give one result per policy."""
+    """Run it all, print the table, and give one result per setting."""
     workload = workload or MultiTurn()
     conversations = workload.generate(seed)
     results: list[Result] = []
@@ -65,26 +83,28 @@ def run_demo(seed: int, console: Console, workload: MultiTurn | None = None) -> 
         TimeElapsedColumn(),
         console=console,
     ) as progress:
-        for policy in POLICIES:
-            task = progress.add_task(policy, total=workload.requests)
+        for setting in SETTINGS:
+            task = progress.add_task(setting.name, total=workload.requests)
             advance = partial(progress.advance, task)
-            results.append(uvloop.run(_run_policy(policy, conversations, seed, advance)))
+            results.append(uvloop.run(_run(setting, conversations, seed, advance)))
     console.print(_table(results, workload))
     return results
 
 
-async def _run_policy(
-    policy: str, conversations: Sequence[Conversation], seed: int, advance: Callable[[], None]
+async def _run(
+    setting: Setting, conversations: Sequence[Conversation], seed: int, advance: Callable[[], None]
 ) -> Result:
     """Fresh engines, a fresh gateway, one replay."""
-    result = Result(policy)
-    async with MockFleet(MockOptions(engines=ENGINES, seed=seed, kv_blocks=KV_BLOCKS)) as fleet:
+    result = Result(setting)
+    options = MockOptions(engines=ENGINES, seed=seed, kv_blocks=KV_BLOCKS, kv_events=setting.exact)
+    async with MockFleet(options) as fleet:
         config = load(
             None,
             {
                 "port": 0,
-                "policy": policy,
+                "policy": setting.policy,
                 "workers": fleet.urls,
+                "models": {options.model: {"source": "engine"}} if setting.exact else {},
                 "admin": {"enabled": False},
                 "shutdown": {"keep_serving_s": 0, "drain_s": 5},
             },
@@ -98,6 +118,10 @@ async def _run_policy(
                 started_s = monotonic()
                 talks = (_talk(client, talk, started_s, result, advance) for talk in conversations)
                 await asyncio.gather(*talks)
+            hits = gateway.knowledge.hits.report().total
+            if hits.compared_requests:
+                wrong = hits.over_predicted + hits.under_predicted
+                result.foretold = 1 - wrong / hits.compared_requests
     return result
 
 
@@ -172,19 +196,21 @@ def _table(results: Sequence[Result], workload: MultiTurn) -> Table:
     )
     caption = (
         f"Simulated: KV room for {KV_BLOCKS * 16:,} tokens per engine. A first turn finds at most "
-        "its system prompt cached; under prefix_affinity such turns make the p99."
+        "its system prompt cached; under prefix_affinity such turns make the p99. Foretold: requests whose "
+        "cached tokens the index had right to the token."
     )
     table = Table(title=title, caption=caption, box=SIMPLE_HEAD)
     table.add_column("policy", no_wrap=True)
-    for name in ("TTFT p50", "TTFT p99", "hit rate", "split", "failed"):
+    for name in ("TTFT p50", "TTFT p99", "hit rate", "foretold", "split", "failed"):
         table.add_column(name, justify="right", no_wrap=True)
     for result in results:
         split = " ".join(str(count) for _, count in sorted(result.split.items()))
         table.add_row(
-            result.policy,
+            result.setting.name,
             f"{result.ttft_ms(0.5):.0f} ms",
             f"{result.ttft_ms(0.99):.0f} ms",
             f"{result.hit_rate:.1%}",
+            "-" if result.foretold is None else f"{result.foretold:.0%}",
             split,
             str(result.failures),
         )

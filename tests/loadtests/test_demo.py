@@ -5,7 +5,7 @@ import math
 
 from rich.console import Console
 
-from kvroute.loadtests.demo import Result, run_demo
+from kvroute.loadtests.demo import SETTINGS, Result, run_demo
 from kvroute.loadtests.workload import CHARS_PER_TOKEN, MultiTurn
 
 SMALL = MultiTurn(
@@ -13,22 +13,25 @@ SMALL = MultiTurn(
 )
 
 
-def test_a_row_per_policy_and_affinity_finds_what_round_robin_scatters() -> None:
+def test_a_row_per_setting_and_what_each_one_knows() -> None:
     out = io.StringIO()
-    round_robin, prefix_affinity = run_demo(3, Console(file=out, width=100), SMALL)
-    rows = [line.split() for line in out.getvalue().splitlines()]
-    assert [row[0] for row in rows if row and row[0] in ("round_robin", "prefix_affinity")][-2:] == [
-        "round_robin",
-        "prefix_affinity",
-    ]
-    for result in (round_robin, prefix_affinity):
+    results = run_demo(3, Console(file=out, width=120), SMALL)
+    round_robin, prefix_affinity, exact = results
+    rows = [line.strip() for line in out.getvalue().splitlines()]
+    names = [setting.name.strip() for setting in SETTINGS]
+    assert [name for row in rows for name in names if row.startswith(name) and "ms" in row] == names
+    for result in results:
         assert (len(result.ttft_s), sum(result.split.values()), result.failures) == (24, 24, 0)
     assert sorted(round_robin.split.values()) == [6, 6, 6, 6]
-    assert prefix_affinity.hit_rate > 0.5 > round_robin.hit_rate
+    assert min(prefix_affinity.hit_rate, exact.hit_rate) > 0.5 > round_robin.hit_rate
+    assert round_robin.foretold is None
+    assert prefix_affinity.foretold is not None
+    assert exact.foretold is not None
+    assert exact.foretold > 0.9 > 0.5 > prefix_affinity.foretold
 
 
 def test_a_failed_request_is_an_infinite_ttft() -> None:
-    result = Result("p", ttft_s=[0.1, math.inf, 0.2])
+    result = Result(SETTINGS[0], ttft_s=[0.1, math.inf, 0.2])
     assert (result.ttft_ms(0.5), result.ttft_ms(0.99)) == (200.0, math.inf)
     assert result.hit_rate == 0.0
 
