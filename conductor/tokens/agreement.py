@@ -63,6 +63,13 @@ class Agreement:
         self.mismatches += 1
         return self._mismatched()
 
+    def distrust(self) -> None:
+        """The engine was asked and tokenises otherwise."""
+        if self._probe_from_s is None:
+            self.losses += 1
+        self._in_a_row = 0
+        self._probe_from_s = self._clock() + PROBE_AFTER_S
+
     def _matched(self) -> bool:
         self._score = max(0.0, self._score - FORGIVEN_PER_MATCH)
         if self._probe_from_s is None:
@@ -74,16 +81,11 @@ class Agreement:
         return True
 
     def _mismatched(self) -> bool:
-        self._in_a_row = 0
-        if self._probe_from_s is not None:
-            self._probe_from_s = self._clock() + PROBE_AFTER_S
-            return False
+        trusted = self.trusted
         self._score += 1.0
-        if self._score < DISTRUST_AT:
-            return False
-        self._probe_from_s = self._clock() + PROBE_AFTER_S
-        self.losses += 1
-        return True
+        if not trusted or self._score >= DISTRUST_AT:
+            self.distrust()
+        return trusted and not self.trusted
 
     def __repr__(self) -> str:
         return f"<Agreement {'trusted' if self.trusted else 'distrusted'} {self.matches}={self.mismatches}!>"

@@ -100,12 +100,6 @@ def judge(files: TokenizerFiles, seed: int, fuzz_s: float = FUZZ_S) -> Verdict:
 
 def _ends(files: TokenizerFiles, reference: Tokenizer) -> tuple[list[int], list[int]]:
     """Ids put around a text; they must be the same around any."""
-    if files.add_bos is not None or files.add_eos is not None or reference.post_processor is None:
-        ends = ((files.add_bos, "bos_token"), (files.add_eos, "eos_token"))
-        found = [
-            reference.token_to_id(files.special_tokens.get(name, "")) if on else None for on, name in ends
-        ]
-        return ([found[0]] if found[0] is not None else [], [found[1]] if found[1] is not None else [])
     bare = reference.encode("text", add_special_tokens=False).ids
     full = reference.encode("text", add_special_tokens=True).ids
     for at in range(len(full) - len(bare) + 1):

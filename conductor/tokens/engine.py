@@ -13,14 +13,19 @@ from msgspec import Struct
 
 from kvroute.conductor.keys import pack_ids
 from kvroute.conductor.tokens.call import flag, flat_prompts, mapping, optional_text, sequence
+from kvroute.conductor.tokens.cases import texts as sample_texts
+from kvroute.conductor.tokens.exact import ExactTokenizer
 from kvroute.conductor.tokens.outcome import NotExact, TokenizedPrompts, Unavailable
 from kvroute.conductor.tokens.vllm import RESERVED_KWARGS, TEXT_PARTS, documents
 
+CHAT, COMPLETIONS = b"/v1/chat/completions", b"/v1/completions"
 BUDGET_S = 0.05
 MAX_IN_FLIGHT = 32
 MAX_ANSWER_BYTES = 32 * 2**20
 MAX_TEXTS = 8
 """Texts of one request that are asked for, each by itself."""
+COMPARE_SEED = 7
+COMPARE_TEXTS = 4
 
 
 class _Answer(Struct):
@@ -84,9 +89,9 @@ def _questions(path: bytes, fields: Mapping[str, Any]) -> list[bytes | list[int]
     """What to send to `/tokenize` for each prompt of a request, or its ids where it brings them."""
     if fields.get("truncate_prompt_tokens") is not None:
         raise NotExact("truncated")
-    if path == b"/v1/chat/completions":
+    if path == CHAT:
         return [orjson.dumps(_chat(fields))]
-    if path != b"/v1/completions":
+    if path != COMPLETIONS:
         raise NotExact("route")
     if fields.get("suffix") is not None or fields.get("prompt_embeds") is not None:
         raise NotExact("shape")
@@ -140,3 +145,21 @@ def _message(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if renamed.get("reasoning") is None:
         renamed["reasoning"] = message["reasoning_content"]
     return renamed
+
+
+async def agrees_with_engine(
+    exact: ExactTokenizer, engine: EngineTokenizer, url: str, model: str | None
+) -> bool | None:
+    """Whether both make the same ids of some texts and a chat; None when not even one could be compared."""
+    compared = False
+    texts = sample_texts(COMPARE_SEED, COMPARE_TEXTS, ())
+    requests: list[tuple[bytes, dict[str, Any]]] = [(COMPLETIONS, {"prompt": text}) for text in texts]
+    requests += [(CHAT, {"messages": [{"role": "user", "content": text}]}) for text in texts]
+    for path, fields in requests:
+        ours = exact.encode(path, fields)
+        theirs = await engine.encode(url, path, {**fields, "model": model})
+        if isinstance(ours, TokenizedPrompts) and isinstance(theirs, TokenizedPrompts):
+            if ours != theirs:
+                return False
+            compared = True
+    return True if compared else None

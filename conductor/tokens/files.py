@@ -1,4 +1,7 @@
-"""What a model's directory says about its tokenizer: the files, read the way transformers reads them."""
+"""What a model's directory says about its tokenizer: the files, read the way transformers 5 reads them.
+
+Beside a tokenizer.json, `add_bos_token` and `add_eos_token` of the configuration count for nothing there.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,6 @@ class TokenizerFiles:
     """By name, such as {"bos_token": "<s>"}."""
     templates: Mapping[str, str] = field(default_factory=dict)
     """Chat templates by name; "default", and "tool_use" for requests with tools, where there are several."""
-    add_bos: bool | None = None
-    """Given in the configuration, it replaces what tokenizer.json's post-processor would add; None is not."""
-    add_eos: bool | None = None
 
 
 def read_files(path: Path, chat_template: Path | None = None) -> TokenizerFiles:
@@ -53,8 +53,6 @@ def read_files(path: Path, chat_template: Path | None = None) -> TokenizerFiles:
         tokenizer,
         _special_tokens({**legacy, **{k: v for k, v in config.items() if v is not None}}),
         _templates(directory, config, chat_template),
-        _flag(config.get("add_bos_token")),
-        _flag(config.get("add_eos_token")),
     )
 
 
@@ -78,10 +76,6 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(read, dict):
         raise UnusableTokenizer(f"{path} does not hold a JSON object")
     return read
-
-
-def _flag(value: Any) -> bool | None:
-    return value if isinstance(value, bool) else None
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

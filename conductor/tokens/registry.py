@@ -18,7 +18,7 @@ import structlog
 from kvroute.clock import Clock, monotonic
 from kvroute.conductor.tokens.agreement import Agreement, Use
 from kvroute.conductor.tokens.check import check
-from kvroute.conductor.tokens.engine import BUDGET_S, EngineTokenizer
+from kvroute.conductor.tokens.engine import BUDGET_S, EngineTokenizer, agrees_with_engine
 from kvroute.conductor.tokens.exact import THREAD_ABOVE_BYTES, ExactTokenizer
 from kvroute.conductor.tokens.files import UnusableTokenizer, read_files
 from kvroute.conductor.tokens.outcome import TokenizedPrompts, Unavailable
@@ -103,7 +103,7 @@ class Tokenizers:
         clock: Clock = monotonic,
         load: Load = load_checked,
     ) -> None:
-        """`options` by served model name; `client` is only needed for the source "engine"."""
+        """`options` by served model name; `client` is needed for the source "engine" and for `compare`."""
         self._models = {
             name: _Model(given, clock) for name, given in options.items() if given.source != "bytes"
         }
@@ -198,6 +198,20 @@ class Tokenizers:
         if agreement.observe_prompt_tokens(predicted, reported):
             event = "token_predictions_trusted" if agreement.trusted else "token_predictions_distrusted"
             log.warning(event, model=base, predicted=predicted, reported=reported)
+
+    async def compare(self, model: str | None, engine_url: str) -> bool | None:
+        """Ask an engine that serves `model` for some ids, and distrust predictions that differ.
+
+        None where nothing could be compared: another source, no client, not loaded, or no answer in time.
+        """
+        base = self.base_of(model)
+        if base is None or self._engine is None or (exact := self._models[base].exact) is None:
+            return None
+        same = await agrees_with_engine(exact, self._engine, engine_url, model)
+        if same is False:
+            self._models[base].agreement.distrust()
+            log.warning("token_predictions_distrusted", model=base, engine=engine_url)
+        return same
 
     def agreements(self) -> Mapping[str, Agreement]:
         """By model: matches, mismatches and trust, for metrics."""

@@ -16,10 +16,9 @@ from .tiny import SIMPLE, SPECIAL, exact, ids, train, write
 
 
 def test_files(tmp_path: Path) -> None:
-    files = read_files(write(tmp_path, pad_token=None, add_bos_token=False))
+    files = read_files(write(tmp_path, pad_token=None))
     assert files.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
     assert files.templates == {"default": SIMPLE}
-    assert (files.add_bos, files.add_eos) == (False, None)
     assert read_files(tmp_path / "tokenizer.json") == files
     (tmp_path / "mine").write_text("given")
     assert read_files(tmp_path, tmp_path / "mine").templates == {"default": "given"}
@@ -80,14 +79,9 @@ async def test_check_that_takes_too_long_or_fails(tmp_path: Path) -> None:
         await check(files, seed=3, limit_s=60)
 
 
-def test_ends_come_from_the_configuration_where_it_speaks(tmp_path: Path) -> None:
-    def ends(**config: bool) -> tuple[list[int], list[int]]:
-        verdict = judge(read_files(write(tmp_path, **config)), seed=1, fuzz_s=0)
-        return verdict.prefix, verdict.suffix
-
-    assert ends() == ([0], [])
-    assert ends(add_bos_token=False) == ([], [])
-    assert ends(add_bos_token=True, add_eos_token=True) == ([0], [1])
+def test_ends_come_from_the_post_processor_alone(tmp_path: Path) -> None:
+    verdict = judge(read_files(write(tmp_path, add_bos_token=False, add_eos_token=True)), seed=1, fuzz_s=0)
+    assert (verdict.prefix, verdict.suffix) == ([0], [])
 
 
 class _Off(FastEncoder):

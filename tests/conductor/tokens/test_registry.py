@@ -179,6 +179,36 @@ async def test_the_engine_as_the_source() -> None:
         tokenizers.close()
 
 
+async def test_an_engine_that_tokenises_otherwise_is_found_out(made: ExactTokenizer) -> None:
+    wrong = False
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        asked = json.loads(request.content)
+        path = b"/v1/chat/completions" if "messages" in asked else COMPLETIONS
+        (tokens,) = ids(
+            made.encode(path, {name: asked[name] for name in ("prompt", "messages") if name in asked})
+        )
+        return httpx.Response(200, json={"tokens": tokens[1:] if wrong and path != COMPLETIONS else tokens})
+
+    assert await ready(made).compare("m", "http://e") is None
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        tokenizers = ready(made, client=client, engine_budget_s=5.0)
+        assert await tokenizers.compare("m", "http://e") is None
+        await tokenizers.run()
+        assert await tokenizers.compare("m", "http://e") is True
+        assert ids(tokenizers.now("m", COMPLETIONS, FOX))
+        wrong = True
+        assert await tokenizers.compare("m", "http://e") is False
+        assert tokenizers.now("m", COMPLETIONS, FOX) == Unavailable("mismatch")
+        assert tokenizers.agreements()["m"].losses == 1
+        tokenizers.close()
+    async with httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(404))) as client:
+        tokenizers = ready(made, client=client)
+        await tokenizers.run()
+        assert await tokenizers.compare("m", "http://e") is None
+        tokenizers.close()
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"source": "engine", "tokenizer": Path("x")}, {"source": "bytes", "tokenizer": Path("x")}]
 )
