@@ -29,6 +29,7 @@ typedef uint32_t u32;
 typedef uint64_t u64;
 
 enum { GPU, CPU, DISK, PROBABLE, TIERS };
+enum { BLOCK_BYTES = sizeof(u64) + sizeof(u32) + sizeof(u16) }; /* key, word and gen */
 enum { LANES = 6, SHARDS = 256, BINS = 28, MAX_SLOTS = 1 << 16, AHEAD = 8 };
 
 #define NIL 0x0FFFFFFFu      /* no block; ids are below it */
@@ -269,7 +270,7 @@ static int shard_resize(Index *x, Shard *s, u32 cap) {
 
 static int table_reserve(Index *x, u64 hash) {
     Shard *s = &x->shards[hash >> 56];
-    return (u64)s->count * 10 + 10 <= (u64)s->cap * 7 ? 0 : shard_resize(x, s, s->cap + s->cap / 2 + 8);
+    return (u64)s->count * 10 + 10 <= (u64)s->cap * 7 ? 0 : shard_resize(x, s, s->cap + s->cap / 4 + 8);
 }
 
 static void table_delete(Index *x, u32 id) {
@@ -341,7 +342,7 @@ static int names_resize(Index *x, Names *n, u32 cap) {
 }
 
 static int names_reserve(Index *x, Names *n) {
-    return (u64)n->count * 5 + 5 <= (u64)n->cap * 4 ? 0 : names_resize(x, n, n->cap + n->cap / 2 + 8);
+    return (u64)n->count * 5 + 5 <= (u64)n->cap * 4 ? 0 : names_resize(x, n, n->cap + n->cap / 4 + 8);
 }
 
 static void name_delete(Index *x, Names *n, Name *name) {
@@ -1251,17 +1252,30 @@ static PyObject *match(const Index *x, const char *keys, size_t count) {
 
 /* Eviction */
 
-static u64 bytes_used(const Index *x) {
+/* Entries that a table for `count` has when it is as small as its load allows. */
+static u32 tight(u32 count, u32 percent) { return count ? (u32)((u64)count * 100 / percent) + 8 : 0; }
+
+static u32 tight_blocks(u32 blocks) { return blocks ? blocks + blocks / 32 + 16 : 0; }
+
+enum { NAMES_LOAD = 78, TABLE_LOAD = 68, MAP_LOAD = 72, QUEUE_LOAD = 97 };
+
+static inline u64 capacity(u32 cap, u32 least, int if_tight) { return if_tight && least < cap ? least : cap; }
+
+/* What is allocated, or would be if all tables were made tight. */
+static u64 memory(const Index *x, int if_tight) {
     const Sets *s = &x->sets;
-    u64 bytes = sizeof(Index) + (u64)x->cap * 14 + (u64)x->parents.cap * sizeof(Pair) +
-                (u64)s->cap * (TIERS * x->words * 8 + 8) + (u64)s->table_cap * 4 +
-                (u64)x->slot_cap * sizeof(Slot) + (3 + TIERS) * (u64)x->words * 8;
-    for (u32 shard = 0; shard < SHARDS; shard++)
-        bytes += (u64)x->shards[shard].cap * 4;
-    for (u32 slot = 0; slot < x->slot_cap; slot++) {
-        const Slot *at = &x->slots[slot];
-        bytes += (u64)at->names.cap * sizeof(Name) + (u64)at->side.cap * sizeof(Pair) +
-                 (u64)at->probable.cap * sizeof(Node) + (u64)at->probable.table_cap * 4;
+    u64 bytes = sizeof(Index) + capacity(x->cap, tight_blocks(x->blocks), if_tight) * BLOCK_BYTES +
+                capacity(x->parents.cap, tight(x->parents.count, MAP_LOAD), if_tight) * sizeof(Pair) +
+                (u64)s->cap * (TIERS * x->words * sizeof(u64) + 2 * sizeof(u32)) +
+                (u64)s->table_cap * sizeof(u32) + (u64)x->slot_cap * sizeof(Slot) +
+                (3 + TIERS) * (u64)x->words * sizeof(u64);
+    for (const Shard *t = x->shards; t < x->shards + SHARDS; t++)
+        bytes += capacity(t->cap, tight(t->count, TABLE_LOAD), if_tight) * sizeof(u32);
+    for (const Slot *at = x->slots; at < x->slots + x->slot_cap; at++) {
+        u64 queued = capacity(at->probable.cap, tight(at->probable.count, QUEUE_LOAD), if_tight);
+        bytes += capacity(at->names.cap, tight(at->names.count, NAMES_LOAD), if_tight) * sizeof(Name) +
+                 capacity(at->side.cap, tight(at->side.count, MAP_LOAD), if_tight) * sizeof(Pair) +
+                 queued * sizeof(Node) + queued * 3 / 2 * sizeof(u32);
     }
     return bytes;
 }
@@ -1350,6 +1364,7 @@ static void forget_names(Index *x, const u32 *mark) {
     }
 }
 
+/* Of the rest of the books. Its key stays in place until blocks are renumbered. */
 static void uncount(Index *x, u32 id) {
     u32 set = x->word[id] & SET_MASK;
     for (u32 tier = 0; tier < TIERS; tier++)
@@ -1362,6 +1377,7 @@ static void uncount(Index *x, u32 id) {
         }
     x->sets.refs[set]--;
     set_release(x, set);
+    table_delete(x, id);
     x->blocks--;
 }
 
@@ -1397,20 +1413,12 @@ static void renumber(Index *x, u32 *mark, Map *parents) {
     x->top = top;
 }
 
-/* After blocks were renumbered: tables that name blocks, none of them larger than before. */
+/* After blocks were renumbered: tables that name blocks. */
 static void rename_blocks(Index *x, const u32 *now) {
-    for (u32 shard = 0; shard < SHARDS; shard++) {
-        Shard *s = &x->shards[shard];
-        if (s->cap)
-            memset(s->at, 0, s->cap * sizeof(u32));
-        s->count = 0;
-    }
-    for (u32 id = 0; id < x->top; id++) {
-        u64 hash = mixed(x, x->key[id]);
-        Shard *s = &x->shards[hash >> 56];
-        shard_put(s, hash, id);
-        s->count++;
-    }
+    for (const Shard *s = x->shards; s < x->shards + SHARDS; s++)
+        for (u32 at = 0; at < s->cap; at++)
+            if (s->at[at])
+                s->at[at] = (s->at[at] & ~NIL) | (now[(s->at[at] & NIL) - 1] + 1);
     for (u32 slot = 0; slot < x->slot_cap; slot++) {
         Names *n = &x->slots[slot].names;
         for (u32 at = 0; at < n->cap; at++)
@@ -1426,26 +1434,23 @@ static void rename_blocks(Index *x, const u32 *now) {
     }
 }
 
-static u32 tight(u32 count, u32 percent) { return count ? (u32)((u64)count * 100 / percent) + 8 : 0; }
-
 /* Give back what tables have too much. Where that needs memory that is not there, they stay. */
 static void tighten(Index *x) {
-    for (u32 shard = 0; shard < SHARDS; shard++)
-        if (tight(x->shards[shard].count, 60) < x->shards[shard].cap)
-            (void)shard_resize(x, &x->shards[shard], tight(x->shards[shard].count, 60));
-    for (u32 slot = 0; slot < x->slot_cap; slot++) {
-        Slot *s = &x->slots[slot];
-        if (tight(s->names.count, 70) < s->names.cap)
-            (void)names_resize(x, &s->names, tight(s->names.count, 70));
-        if (tight(s->side.count, 60) < s->side.cap)
-            (void)map_resize(x, &s->side, tight(s->side.count, 60));
-        if (tight(s->probable.count, 90) < s->probable.cap)
-            (void)queue_resize(x, &s->probable, tight(s->probable.count, 90));
+    for (Shard *s = x->shards; s < x->shards + SHARDS; s++)
+        if (tight(s->count, TABLE_LOAD) < s->cap)
+            (void)shard_resize(x, s, tight(s->count, TABLE_LOAD));
+    for (Slot *s = x->slots; s < x->slots + x->slot_cap; s++) {
+        if (tight(s->names.count, NAMES_LOAD) < s->names.cap)
+            (void)names_resize(x, &s->names, tight(s->names.count, NAMES_LOAD));
+        if (tight(s->side.count, MAP_LOAD) < s->side.cap)
+            (void)map_resize(x, &s->side, tight(s->side.count, MAP_LOAD));
+        if (tight(s->probable.count, QUEUE_LOAD) < s->probable.cap)
+            (void)queue_resize(x, &s->probable, tight(s->probable.count, QUEUE_LOAD));
     }
-    if (tight(x->parents.count, 60) < x->parents.cap)
-        (void)map_resize(x, &x->parents, tight(x->parents.count, 60));
-    if (x->top + x->top / 16 + 64 < x->cap)
-        (void)blocks_resize(x, x->top + x->top / 16 + 64);
+    if (tight(x->parents.count, MAP_LOAD) < x->parents.cap)
+        (void)map_resize(x, &x->parents, tight(x->parents.count, MAP_LOAD));
+    if (tight_blocks(x->blocks) < x->cap)
+        (void)blocks_resize(x, tight_blocks(x->blocks));
     if (!x->blocks)
         sets_free(x);
 }
@@ -1481,7 +1486,14 @@ static int compact(Index *x, u32 wanted) {
     return failed;
 }
 
-static u32 share(u64 count, u64 used, u64 limit) { return (u32)(count * ((double)(used - limit) / (double)used)) + 1; }
+/* How many of `count` to drop; more than nothing much, since each time costs a look at everything. */
+static u32 share(const Index *x, u64 count, u64 limit) {
+    u64 least = memory(x, 1);
+    if (least <= limit)
+        return 0;
+    u64 wanted = (u64)((double)count * ((double)(least - limit) / (double)least) * 1.05) + 1;
+    return (u32)(wanted > count / 64 ? wanted : count / 64);
+}
 
 static int drop_oldest_probable(Index *x, u64 wanted) {
     while (wanted && x->probable)
@@ -1494,19 +1506,19 @@ static int drop_oldest_probable(Index *x, u64 wanted) {
     return 0;
 }
 
+/* The first time dropping nothing may do: closing gaps is enough. */
 static int evict(Index *x, u64 limit) {
-    u64 used = bytes_used(x);
-    if (used > limit && x->free_blocks > x->top / 8) {
-        if (compact(x, 0) < 0)
+    u32 least = 0, wanted;
+    for (; memory(x, 0) > limit && x->probable; least = 1) {
+        wanted = share(x, x->probable, limit);
+        if (drop_oldest_probable(x, wanted > least ? wanted : least) < 0 || compact(x, 0) < 0)
             return -1;
-        used = bytes_used(x);
     }
-    for (; used > limit && x->probable; used = bytes_used(x))
-        if (drop_oldest_probable(x, share(x->probable, used, limit)) < 0 || compact(x, 0) < 0)
+    for (; memory(x, 0) > limit && x->blocks; least = 1) {
+        wanted = share(x, x->blocks, limit);
+        if (compact(x, wanted > least ? wanted : least) < 0)
             return -1;
-    for (; used > limit && x->blocks; used = bytes_used(x))
-        if (compact(x, share(x->blocks, used, limit)) < 0)
-            return -1;
+    }
     return 0;
 }
 
@@ -2103,12 +2115,12 @@ static PyObject *index_entries(Index *x, void *unused) {
 
 static PyObject *index_bytes_used(Index *x, void *unused) {
     (void)unused;
-    return PyLong_FromUnsignedLongLong(bytes_used(x));
+    return PyLong_FromUnsignedLongLong(memory(x, 0));
 }
 
 static PyObject *index_repr(Index *x) {
     return PyUnicode_FromFormat("<BlockIndex blocks=%lu entries=%llu bytes=%llu>", (unsigned long)x->blocks,
-                                (unsigned long long)x->entries, (unsigned long long)bytes_used(x));
+                                (unsigned long long)x->entries, (unsigned long long)memory(x, 0));
 }
 
 #define FAST(function) ((PyCFunction)(void (*)(void))(function))
@@ -2153,6 +2165,29 @@ static PyType_Spec index_spec = {
     .slots = index_slots,
 };
 
+static PyObject *pack_keys(PyObject *module, PyObject *given) {
+    (void)module;
+    PyObject *keys = PySequence_Fast(given, "keys must be a sequence of integers");
+    if (!keys)
+        return NULL;
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(keys);
+    PyObject *packed = PyBytes_FromStringAndSize(NULL, count * 8);
+    for (Py_ssize_t i = 0; packed && i < count; i++) {
+        u64 key;
+        if (u64_argument(PySequence_Fast_GET_ITEM(keys, i), "a key", &key) < 0)
+            Py_CLEAR(packed);
+        else
+            memcpy(PyBytes_AS_STRING(packed) + i * 8, &key, 8);
+    }
+    Py_DECREF(keys);
+    return packed;
+}
+
+static PyMethodDef module_methods[] = {
+    {"pack_keys", pack_keys, METH_O, "See kvroute.conductor.packing."},
+    {NULL, NULL, 0, NULL},
+};
+
 /* The module's state is the type of exports. */
 
 static int module_exec(PyObject *module) {
@@ -2192,6 +2227,7 @@ static struct PyModuleDef module = {
     .m_name = "kvroute.conductor._block_index",
     .m_doc = "The index of confirmed blocks in C.",
     .m_size = sizeof(PyObject *),
+    .m_methods = module_methods,
     .m_slots = module_slots,
     .m_traverse = module_traverse,
     .m_clear = module_clear,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvroute.conductor.radix import KEY_BYTES, ROOT, RadixTree, common_blocks, key_at, pack_keys
+from kvroute.conductor.packing import pack_keys
+from kvroute.conductor.radix import KEY_BYTES, ROOT, RadixTree, common_blocks, key_at
 
 SWEEP_PER_INSERT = 32
 """Nodes freed of removed workers along with each insert, about 5 us while there are any."""

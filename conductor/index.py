@@ -10,7 +10,6 @@ For room, predictions go first, but for a small share that is always theirs; the
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,13 +18,17 @@ from msgspec import Struct
 from kvroute.clock import Clock
 from kvroute.conductor.approximate import ApproximateIndex
 from kvroute.conductor.block_index import BlockIndex, make_block_index
+from kvroute.conductor.packing import pack_keys
 from kvroute.conductor.recent import RecentPredictions
 from kvroute.types import NO_MATCH, PrefixMatch, PromptKeys
 
+__all__ = ["Holder", "HolderMatch", "PrefixIndex", "pack_keys"]
+
 PREDICTED_SHARE = 1 / 16
 """Of the bound: kept for predictions even where confirmed blocks alone would fill it all."""
-EVICT_TO = 0.9
-"""Of their bound: how far confirmed blocks are evicted once they are over it, so that it is done rarely."""
+EVICT_TO = 0.8
+"""Of their bound: how far confirmed blocks are evicted once they are over it. Each time costs a look at all
+of them, and tables that were made tight soon grow by a quarter."""
 MIN_BYTES = 2**20
 REMEMBERED_REMOVALS = 4096
 
@@ -332,11 +335,6 @@ class PrefixIndex:
             f"<PrefixIndex workers={len(self._workers)} holders={len(self._holders)} entries={self.entries} "
             f"bytes={self.bytes_used}/{self.max_bytes} evicted={self.evicted_blocks}>"
         )
-
-
-def pack_keys(keys: Sequence[int]) -> bytes:
-    """Keys as `BlockIndex` takes them."""
-    return array("Q", keys).tobytes()
 
 
 def _better(row: HolderMatch, best: HolderMatch) -> bool:

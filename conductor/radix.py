@@ -10,7 +10,6 @@ the garbage collector a pause of the event loop. Not thread safe.
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from struct import Struct
@@ -178,11 +177,6 @@ class RadixTree:
         assert children == len(age) == self.nodes, f"{children} children, {self.nodes} nodes"
         assert len(self._free) + self.nodes + 1 == len(self.runs), "rows are lost"
         assert blocks == self.blocks, f"{blocks} blocks, counted {self.blocks}"
-
-
-def pack_keys(keys: Sequence[int]) -> bytes:
-    """Keys as a run."""
-    return array("Q", keys).tobytes()
 
 
 def common_blocks(run: bytes, keys: Sequence[int], depth: int) -> int:

@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import time
-from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from random import Random
 from typing import Any
 
 from kvroute.conductor.block_index import GPU, BlockIndex, make_block_index
+from kvroute.conductor.packing import pack_keys
 from kvroute.loadtests.index_work import KINDS, SHAPES, Prompt, Stored, chained_keys, events, prompts, queries
 
 SEED = 1
@@ -118,7 +118,7 @@ class _Ours:
         for rep in range(reps):
             query = asked[rep % len(asked)]
             start_s = time.perf_counter()
-            match(array("Q", query).tobytes())
+            match(pack_keys(query))
             latencies_us.append((time.perf_counter() - start_s) * 1e6)
         return latencies_us
 
