@@ -255,7 +255,8 @@ def _listen(host: str, port: int) -> socket.socket:
         info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
         raise CannotListen(f"host: cannot resolve {host!r}: {error}") from None
-    sock = socket.socket(info[0], socket.SOCK_STREAM)
+    # The protocol is named because asyncio turns Nagle's algorithm off only where it is.
+    sock = socket.socket(info[0], socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(info[4])

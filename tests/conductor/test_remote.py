@@ -711,7 +711,7 @@ REQUESTS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, print_blob=True)
+@settings(max_examples=40, deadline=None, print_blob=True)
 @given(
     requests=st.lists(REQUESTS, max_size=12),
     noise=st.binary(max_size=30),

@@ -118,6 +118,7 @@ async def test_registered_engines_are_answered_for_as_they_are(tmp_path: Path) -
             body = {name: getattr(service, name) for name in service.__struct_fields__}
             answer = await http.post("/register", json=body)
             assert answer.status_code == 200, answer.text
+        await until(lambda: engines.trusts(server) == [Trust.EXACT] * 2)
         engines.traffic(60)
         await engines.caught_up(server)
         assert engines.held(server) == engines.truth()
@@ -158,44 +159,47 @@ async def stopped(engines: Town, tmp_path: Path) -> None:
     assert server.snapshots["saved"] == 1
 
 
-@pytest.mark.parametrize("requests", [0, 3])
-async def test_a_restarted_conductor_goes_on_where_it_was(tmp_path: Path, requests: int) -> None:
+async def test_a_restarted_conductor_goes_on_where_it_was(tmp_path: Path) -> None:
     async with town() as engines:
         await stopped(engines, tmp_path)
-        engines.traffic(requests)
-        async with conducting(options(tmp_path)) as server:
-            await engines.caught_up(server)
-            assert server.snapshots["restored"] == 2
-            assert engines.held(server) == engines.truth()
-            # Their buffers have far less than what is known, so it came from the file.
-            assert all(engine.last_seq > 40 for engine in engines.engines)
-            engines.traffic(20)
-            await engines.caught_up(server)
-            assert engines.held(server) == engines.truth()
-            server.conductor.index.check_integrity()
+        for requests in (0, 3):  # while it is away
+            engines.traffic(requests)
+            async with conducting(options(tmp_path)) as server:
+                await engines.caught_up(server)
+                assert server.snapshots["restored"] == 2
+                assert engines.held(server) == engines.truth()
+                # Their buffers have far less than what is known, so it came from the file.
+                assert all(engine.last_seq > 40 for engine in engines.engines)
+                engines.traffic(20)
+                await engines.caught_up(server)
+                assert engines.held(server) == engines.truth()
+                server.conductor.index.check_integrity()
 
 
-@pytest.mark.parametrize("requests", [0, 3, 40])
-async def test_an_engine_that_restarted_meanwhile_leaves_no_phantom(tmp_path: Path, requests: int) -> None:
+async def test_an_engine_that_restarted_meanwhile_leaves_no_phantom(tmp_path: Path) -> None:
     async with town() as engines:
         await stopped(engines, tmp_path)
-        last = [engine.last_seq for engine in engines.engines]
-        for engine in engines.fleet.engines:
-            await engine.restart()
-        while requests == 40 and any(
-            one.last_seq < seq for one, seq in zip(engines.engines, last, strict=True)
-        ):
-            engines.traffic(5)  # until they are past where they were
-        engines.traffic(requests)
-        async with conducting(options(tmp_path)) as server:
-            await engines.caught_up(server) if requests else await nothing_held(engines, server)
-            for held, truth in zip(engines.held(server), engines.truth(), strict=True):
-                assert held <= truth
-            engines.traffic(20)
-            await engines.caught_up(server)
-            for held, truth in zip(engines.held(server), engines.truth(), strict=True):
-                assert held <= truth
-                assert held or not truth
+        for requests in (0, 3, None):  # since its restart; None: until it is past where it was before
+            before = [engine.last_seq for engine in engines.engines]
+            for engine in engines.fleet.engines:
+                await engine.restart()
+            if requests is None:
+                while any(one.last_seq <= seq for one, seq in zip(engines.engines, before, strict=True)):
+                    engines.traffic(1)
+            engines.traffic(requests or 0)
+            async with conducting(options(tmp_path)) as server:
+                await (nothing_held(engines, server) if requests == 0 else engines.caught_up(server))
+                assert server.snapshots["restored"] == 2
+                assert_no_phantom(engines, server)
+                engines.traffic(20)
+                await engines.caught_up(server)
+                assert_no_phantom(engines, server)
+                assert all(engines.held(server))
+
+
+def assert_no_phantom(engines: Town, server: ConductorServer) -> None:
+    for held, truth in zip(engines.held(server), engines.truth(), strict=True):
+        assert held <= truth
 
 
 async def nothing_held(engines: Town, server: ConductorServer) -> None:
@@ -209,8 +213,7 @@ async def test_batches_that_nobody_can_replay_any_more_are_not_passed_over(tmp_p
         engines.traffic(80)
         async with conducting(options(tmp_path)) as server:
             await engines.caught_up(server)
-            for held, truth in zip(engines.held(server), engines.truth(), strict=True):
-                assert held <= truth
+            assert_no_phantom(engines, server)
             assert Trust.EXACT not in engines.trusts(server)
 
 
@@ -264,12 +267,10 @@ async def test_it_answers_while_it_restores(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda data: b"x" + data[1:], "foreign"),
         (lambda data: data[:16] + b"\x00\x00" + data[18:], "version"),
-        (lambda data: data[:-9], "corrupt"),
         (lambda data: data[:200] + bytes([data[200] ^ 1]) + data[201:], "corrupt"),
     ],
-    ids=["foreign", "version", "cut", "changed"],
+    ids=["version", "changed"],
 )
 async def test_a_file_that_cannot_be_used_is_counted_and_the_events_are_asked_for(
     tmp_path: Path, damage: Callable[[bytes], bytes], reason: str
