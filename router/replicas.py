@@ -67,6 +67,8 @@ class Replicas:
 
     def decided(self, member: Member, intent: Intent) -> None:
         """An operator did this to a worker here. One with a key of its own is not shared: it is a secret."""
+        if intent is not Intent.SERVING and self._find(member.worker.url) is not None:
+            return  # a newer incarnation serves this URL: it is about the old one alone
         if member.config.api_key is None:
             self.state.decided(
                 SharedWorker(

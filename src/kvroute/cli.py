@@ -8,7 +8,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 import uvloop
 
-from kvroute import __version__
+from kvroute import __version__, cli_bench
 from kvroute.config import Config, ConfigError, load, show, unknown_environment
 
 app = typer.Typer(
@@ -19,6 +19,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Cache-aware request router for fleets of LLM engines.",
 )
+
+app.add_typer(cli_bench.app, name="bench")
 
 ConfigFile = Annotated[
     Path | None,

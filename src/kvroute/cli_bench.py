@@ -1,0 +1,69 @@
+"""`kvroute bench`: what parts of the product cost on this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Measure a part of the product on this machine.")
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures there as well.")]
+
+
+@app.command()
+def index(
+    workers: Annotated[int, typer.Option(help="Workers that hold blocks.")] = 16,
+    blocks: Annotated[int, typer.Option(help="(Worker, block) pairs to store.")] = 1_000_000,
+    shape: Annotated[str, typer.Option(help="disjoint, shared or chat.")] = "disjoint",
+    event_blocks: Annotated[int, typer.Option(help="Blocks per event.")] = 64,
+    peer: Annotated[
+        Path | None, typer.Option(help="Python with ai-dynamo-runtime: its RadixTree in the same run.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """The index of confirmed blocks: events in, lookups out, memory."""
+    from kvroute.loadtests.bench_index import IndexBench, run_bench_index
+
+    try:
+        bench = IndexBench(workers, blocks, shape, event_blocks, peer)
+    except ValueError as error:
+        _fail(error)
+    result = run_bench_index(bench)
+    _write(json_file, result)
+    typer.echo(json.dumps(result))
+
+
+@app.command()
+def tokens(
+    tokenizer: Annotated[Path, typer.Option(help="A model's directory, or its tokenizer.json.")],
+    chat_template: Annotated[Path | None, typer.Option(help="Default: the tokenizer's own.")] = None,
+    rounds: Annotated[int, typer.Option(help="Requests of each kind.")] = 25,
+    json_file: JsonFile = None,
+) -> None:
+    """From a request's body to what the index knows of it: parse, render, tokenise, hash, look up."""
+    from kvroute.conductor.tokens.files import UnusableTokenizer
+    from kvroute.loadtests.bench_tokens import TokensBench, run_bench_tokens, show_bench_tokens
+
+    try:
+        result = run_bench_tokens(TokensBench(tokenizer, chat_template, rounds))
+    except (ValueError, UnusableTokenizer) as error:
+        _fail(error)
+    _write(json_file, result)
+    typer.echo(show_bench_tokens(result))
+
+
+def _fail(error: Exception) -> NoReturn:
+    typer.echo(f"kvroute: {error}", err=True)
+    raise typer.Exit(2)
+
+
+def _write(path: Path | None, result: dict[str, Any]) -> None:
+    if path is not None:
+        try:
+            path.write_text(json.dumps(result), encoding="utf-8")
+        except OSError as error:
+            typer.echo(f"kvroute: --json: {path}: {error.strerror}", err=True)
+            raise typer.Exit(2) from None
