@@ -28,7 +28,7 @@ PREDICTED_SHARE = 1 / 16
 """Of the bound: kept for predictions even where confirmed blocks alone would fill it all."""
 EVICT_TO = 0.8
 """Of their bound: how far confirmed blocks are evicted once they are over it. Each time costs a look at all
-of them, and tables that were made tight soon grow by a quarter."""
+of them, about 0.1 us a block."""
 MIN_BYTES = 2**20
 REMEMBERED_REMOVALS = 4096
 
