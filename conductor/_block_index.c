@@ -1487,13 +1487,13 @@ static int compact(Index *x, u32 wanted) {
     return failed;
 }
 
-/* How many of `count` to drop; more than nothing much, since each time costs a look at everything. */
+/* How many of `count` to drop: a little more than their share, since a second time costs as much again. */
 static u32 share(const Index *x, u64 count, u64 limit) {
     u64 least = memory(x, 1);
     if (least <= limit)
         return 0;
-    u64 wanted = (u64)((double)count * ((double)(least - limit) / (double)least)) + 1;
-    return (u32)(wanted > count / 64 ? wanted : count / 64);
+    u64 wanted = (u64)((double)count * ((double)(least - limit) / (double)least)) + count / 64 + 1;
+    return (u32)(wanted < count ? wanted : count);
 }
 
 static int drop_oldest_probable(Index *x, u64 wanted) {
