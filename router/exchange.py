@@ -120,7 +120,7 @@ class Exchange:
         failure: str | None = None
         usage = NO_USAGE
         try:
-            response = await self._send(choice.member)
+            response = await self._send(choice.member, choice.match.dp_rank)
             status = response.status
             if status >= 500:
                 failure = f"status_{status if status in REASONS else OTHER}"
@@ -152,10 +152,10 @@ class Exchange:
         finally:
             choice.lease.release()  # last: a removed worker is forgotten with its last lease, series and all
 
-    async def _send(self, member: Member) -> Response:
+    async def _send(self, member: Member, dp_rank: int | None) -> Response:
         """Send on a pooled connection if there is one; if that has gone stale, once more on a fresh one."""
         request, services = self._request, self._services
-        head = request_head(request, member, services.config, self._request_id)
+        head = request_head(request, member, services.config, self._request_id, dp_rank)
         connection = member.pool.take_idle()
         while True:
             self._connection = connection = connection or await member.pool.connect()

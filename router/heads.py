@@ -15,10 +15,13 @@ NO_BODY_STATUSES = (204, 304)
 BODILESS_METHODS = (b"GET", b"HEAD", b"OPTIONS", b"DELETE", b"TRACE")
 
 
-def request_head(request: Request, member: Member, config: Config, request_id: str) -> bytes:
+def request_head(
+    request: Request, member: Member, config: Config, request_id: str, dp_rank: int | None = None
+) -> bytes:
     """Head of one attempt.
 
-    Ours are Host, Content-Length, Authorization where keys are configured, and a missing X-Request-Id.
+    Ours are Host, Content-Length, Authorization where keys are configured, a missing X-Request-Id, and
+    X-data-parallel-rank (vLLM's name for it) where a rank is known to hold the prompt's beginning.
     """
     dropped = REWRITTEN_ON_REQUEST
     if b"connection" in request.fields:
@@ -26,12 +29,16 @@ def request_head(request: Request, member: Member, config: Config, request_id: s
     api_key = member.config.api_key
     if api_key is not None or config.api_key is not None:
         dropped = dropped | {b"authorization"}
+    if dp_rank is not None:
+        dropped = dropped | {b"x-data-parallel-rank"}
     lines = [b"%b %b%b HTTP/1.1" % (request.method, member.base_path, request.target), member.host_line]
     lines += [b"%b: %b" % header for header in request.headers if header[0].lower() not in dropped]
     if b"x-request-id" not in request.fields:
         lines.append(b"X-Request-Id: " + request_id.encode("latin-1"))
     if api_key is not None:
         lines.append(b"Authorization: Bearer " + api_key.get_secret_value().encode())
+    if dp_rank is not None:
+        lines.append(b"X-data-parallel-rank: %d" % dp_rank)
     if request.body or request.method not in BODILESS_METHODS:
         lines.append(b"Content-Length: %d" % len(request.body))
     lines.append(b"\r\n")

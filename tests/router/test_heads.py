@@ -125,3 +125,13 @@ def test_how_a_body_is_framed(
 def test_close_and_our_own_lines_come_last() -> None:
     head, _ = response_head(_response(200, SIZED), _request(), (b"x-own: 1",), keep_alive=False)
     assert head == b"HTTP/1.1 200 Fine\r\nContent-Length: 2\r\nconnection: close\r\nx-own: 1\r\n\r\n"
+
+
+async def test_a_known_rank_takes_the_place_of_the_client_s() -> None:
+    asked = _request(b"POST", (b"X-Data-Parallel-Rank", b"7"), (b"x-kept", b"1"))
+    member = _member()
+    ours = request_head(asked, member, Config(), "id", 3)
+    assert ours.lower().count(b"x-data-parallel-rank") == 1
+    assert b"\r\nX-data-parallel-rank: 3\r\n" in ours
+    assert b"\r\nx-kept: 1\r\n" in ours
+    assert b"\r\nX-Data-Parallel-Rank: 7\r\n" in request_head(asked, member, Config(), "id")
