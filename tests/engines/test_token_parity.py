@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from kvroute.conductor.tokens.cases import conversations
-from kvroute.conductor.tokens.engine import EngineTokenizer
+from kvroute.conductor.tokens.engine import EngineTokenizer, agrees_with_engine
 from kvroute.conductor.tokens.exact import ExactTokenizer
 from kvroute.conductor.tokens.outcome import TokenizedPrompts
 from kvroute.conductor.tokens.registry import TokenizerOptions, load_checked
@@ -422,6 +422,14 @@ def test_message(engine: Server, tokenizers: dict[str, ExactTokenizer], shape: s
     usage = answer["usage"]
     cached = (usage.get("cache_read_input_tokens") or 0) + (usage.get("cache_creation_input_tokens") or 0)
     assert len(made) == usage["input_tokens"] + cached
+
+
+async def test_comparing_with_the_engine(engine: Server, tokenizers: dict[str, ExactTokenizer]) -> None:
+    """The template that the engine has agrees, another does not."""
+    async with httpx.AsyncClient() as client:
+        asked = EngineTokenizer(client, budget_s=CALL_LIMIT_S)
+        assert await agrees_with_engine(tokenizers["rich"], asked, engine.url, MODEL) is True
+        assert await agrees_with_engine(tokenizers["parts"], asked, engine.url, MODEL) is False
 
 
 @pytest.mark.parametrize("shape", [name for name in CHATS if not name.startswith("truncated")])

@@ -91,6 +91,8 @@ async def test_later_is_bounded(made: ExactTokenizer, monkeypatch: pytest.Monkey
     assert await tokenizers.later("m", COMPLETIONS, FOX) == Unavailable("busy")
     hold.set()
     assert ids(await asked[1])
+    for _ in range(3):
+        assert ids(await tokenizers.later("m", COMPLETIONS, FOX)), "room was not given back"
     tokenizers.close()
 
 

@@ -96,12 +96,14 @@ def test_bytes_are_bounded_and_the_oldest_goes() -> None:
         seen.extend(batch)
         return [text.encode() for text in batch]
 
+    # 350 bytes an entry: two fit.
     cache = SegmentCache(encode, ["|"], 1000)
-    for text in ("a" * 20, "b" * 20, "c" * 20, "a" * 20, "d" * 300):
-        cache.encode(text)
+    for name in "abacbad":
+        cache.encode(name * (300 if name == "d" else 20))
         assert cache.bytes_used <= 1000
-    # 350 bytes an entry: two fit. b was forgotten for c, and a, which was not used since, before it.
-    assert [text[0] for text in seen] == ["a", "b", "c", "a", "d"]
-    cache.encode("c" * 20)
+    # c takes the room of b, which was used before a; then b takes that of a, and a that of c.
+    assert [text[0] for text in seen] == ["a", "b", "c", "b", "a", "d"]
+    # What is too large to keep, d, took nobody's.
+    cache.encode("b" * 20)
     cache.encode("a" * 20)
-    assert len(seen) == 5, "what was too large to keep has forgotten what was kept"
+    assert len(seen) == 6
