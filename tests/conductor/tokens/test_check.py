@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,10 +73,20 @@ async def test_check_in_a_child(tmp_path: Path) -> None:
     assert verdict.texts >= 50
 
 
-async def test_check_that_takes_too_long_or_fails(tmp_path: Path) -> None:
+async def test_check_that_takes_too_long_or_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = read_files(write(tmp_path))
-    with pytest.raises(UnusableTokenizer, match="took more than"):
-        await check(files, seed=3, limit_s=0.01)
+    children: list[asyncio.subprocess.Process] = []
+    start = asyncio.create_subprocess_exec
+
+    async def remembered(*command: str, **options: Any) -> asyncio.subprocess.Process:
+        children.append(await start(*command, **options))
+        return children[0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "create_subprocess_exec", remembered)
+        with pytest.raises(UnusableTokenizer, match="took more than"):
+            await check(files, seed=3, limit_s=0.01)
+    assert children[0].returncode == -signal.SIGKILL
     files.tokenizer_json.write_text('{"model": {"type": "nonsense"}}')
     with pytest.raises(UnusableTokenizer, match="is not a tokenizer"):
         await check(files, seed=3, limit_s=60)

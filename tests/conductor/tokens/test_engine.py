@@ -46,9 +46,10 @@ def ask(
 
 def test_chat_is_asked_as_the_engine_will_read_it() -> None:
     old = {"role": "assistant", "content": "x", "reasoning_content": "r"}
+    both = {**old, "reasoning": "new"}
     fields = {
         "model": "m",
-        "messages": [USER, old],
+        "messages": [USER, old, both],
         "tools": [{"type": "function", "function": {"name": "f"}}],
         "reasoning_effort": "none",
         "documents": [{"title": "t"}],
@@ -59,7 +60,7 @@ def test_chat_is_asked_as_the_engine_will_read_it() -> None:
     assert ids(made) == [[1, 2, 1]]
     assert asked == {
         "model": "m",
-        "messages": [USER, {"role": "assistant", "content": "x", "reasoning": "r"}],
+        "messages": [USER, *({"role": "assistant", "content": "x", "reasoning": r} for r in ("r", "new"))],
         "add_generation_prompt": True,
         "continue_final_message": False,
         "add_special_tokens": False,
