@@ -68,7 +68,7 @@ class Subscriber:
         self._running.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._replay_task: asyncio.Task[None] | None = None
-        self._sockets: set[zmq.asyncio.Socket] = set()
+        self._sockets: list[zmq.asyncio.Socket] = []
         self._check: asyncio.TimerHandle | None = None
         self._heard = False
         self._slice_end_s = 0.0
@@ -89,9 +89,13 @@ class Subscriber:
         self._todo.clear()
         for task in self._tasks:
             task.cancel()
-        for socket in self._sockets:
-            _close(socket)
-        self._sockets.clear()
+        sockets, self._sockets = self._sockets, []
+        for socket in sockets:
+            with suppress(zmq.ZMQError):
+                # It tells its monitor that this is the end, and waits for ever when that is closed already.
+                socket.disable_monitor()
+        for socket in sockets:
+            socket.close(linger=0)
         return list(self._tasks)
 
     def pause(self) -> None:
@@ -148,7 +152,7 @@ class Subscriber:
         socket.subscribe(self.source.topic)
         events = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
         monitor = socket.get_monitor_socket(events)
-        self._sockets.add(monitor)
+        self._sockets.append(monitor)
         self._spawn(self._watch(monitor))
         await self._attach(socket)
         ready: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
@@ -181,9 +185,8 @@ class Subscriber:
             self._connected = message["event"] == zmq.Event.HANDSHAKE_SUCCEEDED
             if self._connected:
                 self.connections += 1
-                self._begin_slice()
                 self._todo.extend(self.stream.connected())
-                await self._work()
+                self._spawn(self._catch_up())  # not here: ZMQ waits for whoever does not read its monitor
                 self._schedule_check(min(_HANDSHAKE_S, self._limits.verify_s))
             self._step()
 
@@ -207,7 +210,7 @@ class Subscriber:
         quiet = not self._heard and self._running.is_set()
         if quiet and self._connected and self.source.replay_endpoint is not None:
             self._todo.extend(self.stream.verify())
-            self._spawn(self._work())
+            self._spawn(self._catch_up())
         self._heard = False
         self._schedule_check(self._limits.verify_s)
 
@@ -223,6 +226,11 @@ class Subscriber:
             await self._let_others()
             if self._todo:
                 self._perform(self._todo.popleft())
+
+    async def _catch_up(self) -> None:
+        self._begin_slice()
+        await self._work()
+        self._step()
 
     async def _let_others(self) -> None:
         if self._clock() >= self._slice_end_s:
@@ -270,10 +278,8 @@ class Subscriber:
         ended = await self._exchange(action.first_seq, number)
         if self.stream.asked == number:
             nobody = self.source.replay_endpoint is None
-            self._begin_slice()
             self._todo.extend(self.stream.replay_ended() if ended else self.stream.replay_failed(nobody))
-            await self._work()
-            self._step()
+            await self._catch_up()
 
     async def _exchange(self, first_seq: int, number: int) -> bool:
         """Ask, and bring the answers in while no other replay is wanted; False when they end too early."""
@@ -297,8 +303,9 @@ class Subscriber:
                         await self._let_others()
             return False
         finally:
-            self._sockets.discard(socket)
-            _close(socket)
+            if socket in self._sockets:
+                self._sockets.remove(socket)
+                socket.close(linger=0)
 
     def _on_replayed(self, frames: list[bytes]) -> None:
         message = decode(frames, self._limits.payload_bytes)
@@ -317,7 +324,7 @@ class Subscriber:
         socket.maxmsgsize = self._limits.payload_bytes + 2**20
         socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 5000
         socket.heartbeat_ivl, socket.heartbeat_timeout = 5000, 20_000
-        self._sockets.add(socket)
+        self._sockets.append(socket)
         return socket
 
     def _spawn(self, work: Any) -> asyncio.Task[None]:
@@ -330,9 +337,3 @@ class Subscriber:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("%s: events are no longer followed", self.source.endpoint, exc_info=task.exception())
-
-
-def _close(socket: zmq.asyncio.Socket) -> None:
-    with suppress(zmq.ZMQError):
-        socket.disable_monitor()
-    socket.close(linger=0)
