@@ -46,8 +46,8 @@ class Verdict(Struct, frozen=True):
     prefix: list[int]
     """Ids that the tokenizer puts before a text of a completion (such as BOS)."""
     suffix: list[int]
-    added: list[str]
-    """Named special tokens that tokenizer.json does not list and the engines add."""
+    added: list[dict[str, Any]]
+    """Tokens that the engines add to those of tokenizer.json, or change: their content and flags."""
     cuts: list[str]
     """Where a text can be cut; see `segments.cut_tokens`. Empty when the fuzz found a difference."""
     not_fast: str | None
@@ -86,8 +86,7 @@ def judge(files: TokenizerFiles, seed: int, fuzz_s: float = FUZZ_S) -> Verdict:
     """The check itself, in this process, on at least one batch of texts. Raises `UnusableTokenizer`."""
     try:
         raw = json.loads(files.tokenizer_json.read_bytes())
-        listed = {token["content"] for token in raw.get("added_tokens") or []}
-        added = list(dict.fromkeys(t for t in files.special_tokens.values() if t not in listed))
+        added = _added(files, raw.get("added_tokens") or [])
         reference = load_reference(files, added)
     except Exception as error:  # `tokenizers` raises plain Exception
         raise UnusableTokenizer(f"{files.tokenizer_json} is not a tokenizer: {error}") from None
@@ -96,6 +95,20 @@ def judge(files: TokenizerFiles, seed: int, fuzz_s: float = FUZZ_S) -> Verdict:
     prefix, suffix = _ends(files, reference)
     cuts, not_fast, compared = _fuzz(files, reference, added, cut_tokens(everything), special, seed, fuzz_s)
     return Verdict(prefix, suffix, added, cuts, not_fast, _minijinja(files, special, seed), compared)
+
+
+def _added(files: TokenizerFiles, listed: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Those that tokenizer.json does not list, or lists with other flags; without flags, listed is enough."""
+    flags = {token["content"]: token for token in listed}
+    return [
+        dict(token)
+        for token in files.added_tokens
+        if token["content"] not in flags
+        or (
+            len(token) > 2
+            and any(flags[token["content"]].get(name) != value for name, value in token.items())
+        )
+    ]
 
 
 def _ends(files: TokenizerFiles, reference: Tokenizer) -> tuple[list[int], list[int]]:
@@ -111,7 +124,7 @@ def _ends(files: TokenizerFiles, reference: Tokenizer) -> tuple[list[int], list[
 def _fuzz(
     files: TokenizerFiles,
     reference: Tokenizer,
-    added: Sequence[str],
+    added: Sequence[Mapping[str, Any]],
     cuts: Sequence[str],
     special: Sequence[str],
     seed: int,

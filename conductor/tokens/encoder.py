@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from fastokens import Tokenizer as FastTokenizer  # type: ignore[import-untyped]
 from tokenizers import AddedToken, Tokenizer
@@ -25,11 +25,6 @@ class Encoder(Protocol):
         ...
 
 
-def special_token(content: str) -> AddedToken:
-    """How a named special token is added that tokenizer.json does not list."""
-    return AddedToken(content, special=True, normalized=False)
-
-
 class FastEncoder:
     """fastokens; keeps text it has seen in its own bounded cache of segments.
 
@@ -39,13 +34,13 @@ class FastEncoder:
 
     name = "fastokens"
 
-    def __init__(self, files: TokenizerFiles, added: Sequence[str], cache_bytes: int) -> None:
+    def __init__(self, files: TokenizerFiles, added: Sequence[Mapping[str, Any]], cache_bytes: int) -> None:
         """Raises `ValueError` (among others) when fastokens cannot read the tokenizer."""
         self._tokenizer = FastTokenizer.from_file(str(files.tokenizer_json))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         if added:
-            self._tokenizer.add_tokens([special_token(content) for content in added])
+            self._tokenizer.add_tokens([AddedToken(**token) for token in added])
         self._tokenizer.enable_segment_cache(cache_bytes)
         self.encode(WARM_TEXT)
 
@@ -67,7 +62,7 @@ class ReferenceEncoder:
     name = "tokenizers"
 
     def __init__(
-        self, files: TokenizerFiles, added: Sequence[str], cuts: Sequence[str], cache_bytes: int
+        self, files: TokenizerFiles, added: Sequence[Mapping[str, Any]], cuts: Sequence[str], cache_bytes: int
     ) -> None:
         self.tokenizer = load_reference(files, added)
         self._segments = SegmentCache(self.encode_batch, cuts, cache_bytes) if cuts else None
@@ -80,11 +75,11 @@ class ReferenceEncoder:
         return [pack_ids(encoding.ids) for encoding in encodings]
 
 
-def load_reference(files: TokenizerFiles, added: Sequence[str]) -> Tokenizer:
+def load_reference(files: TokenizerFiles, added: Sequence[Mapping[str, Any]]) -> Tokenizer:
     """Holds the GIL while it reads the vocabulary (some 0.4 s for 150k tokens)."""
     tokenizer = Tokenizer.from_file(str(files.tokenizer_json))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if added:
-        tokenizer.add_special_tokens([special_token(content) for content in added])
+        tokenizer.add_tokens([AddedToken(**token) for token in added])
     return tokenizer

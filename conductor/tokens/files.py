@@ -6,7 +6,7 @@ Beside a tokenizer.json, `add_bos_token` and `add_eos_token` of the configuratio
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ class TokenizerFiles:
     tokenizer_json: Path
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """By name, such as {"bos_token": "<s>"}."""
+    added_tokens: tuple[Mapping[str, Any], ...] = ()
+    """Tokens that the configuration adds to those of tokenizer.json, or changes: `content` and flags."""
     templates: Mapping[str, str] = field(default_factory=dict)
     """Chat templates by name; "default", and "tool_use" for requests with tools, where there are several."""
 
@@ -49,9 +51,11 @@ def read_files(path: Path, chat_template: Path | None = None) -> TokenizerFiles:
     directory = tokenizer.parent
     config = _json(directory / "tokenizer_config.json")
     legacy = _json(directory / "special_tokens_map.json")
+    special = _special_tokens({**legacy, **{k: v for k, v in config.items() if v is not None}})
     return TokenizerFiles(
         tokenizer,
-        _special_tokens({**legacy, **{k: v for k, v in config.items() if v is not None}}),
+        special,
+        _added_tokens(config, special.values()),
         _templates(directory, config, chat_template),
     )
 
@@ -88,6 +92,27 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, str):
             found[name] = value
     return found
+
+
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+def _added_tokens(config: Mapping[str, Any], named: Iterable[str]) -> tuple[Mapping[str, Any], ...]:
+    """By id those with flags of their own, then by name or list those that are only said to be special."""
+    found: dict[str, Mapping[str, Any]] = {}
+    declared = config.get("added_tokens_decoder")
+    if isinstance(declared, dict):
+        for _, token in sorted(declared.items(), key=lambda item: int(item[0])):
+            if isinstance(token, dict) and isinstance(content := token.get("content"), str):
+                flags = {name: token[name] for name in FLAGS if isinstance(token.get(name), bool)}
+                found[content] = {"content": content, **flags}
+    more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    more = [*more.values()] if isinstance(more, dict) else more if isinstance(more, list) else []
+    for token in (*named, *more):
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str):
+            found.setdefault(content, {"content": content, "special": True})
+    return tuple(found.values())
 
 
 def _templates(directory: Path, config: Mapping[str, Any], given: Path | None) -> dict[str, str]:

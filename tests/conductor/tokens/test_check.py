@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from kvroute.conductor.tokens import check as check_module
 from kvroute.conductor.tokens.check import check, judge
@@ -66,7 +67,7 @@ async def test_check_in_a_child(tmp_path: Path) -> None:
     verdict = await check(files, seed=3, limit_s=60)
     assert verdict == judge(files, seed=3)
     assert (verdict.prefix, verdict.suffix) == ([0], [])
-    assert verdict.added == ["<pad>"]
+    assert verdict.added == [{"content": "<pad>", "special": True}]
     assert set(verdict.cuts) == {*SPECIAL, "<pad>"}
     assert verdict.not_fast is None
     assert verdict.minijinja == ["default"]
@@ -90,6 +91,32 @@ async def test_check_that_takes_too_long_or_fails(tmp_path: Path, monkeypatch: p
     files.tokenizer_json.write_text('{"model": {"type": "nonsense"}}')
     with pytest.raises(UnusableTokenizer, match="is not a tokenizer"):
         await check(files, seed=3, limit_s=60)
+
+
+def test_tokens_that_the_configuration_adds_or_changes(tmp_path: Path) -> None:
+    flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    declared = {
+        "9000": {"content": "<tool>", "special": False, **flags},
+        "2": {"content": SPECIAL[2], "special": True, **flags, "rstrip": True},
+        "3": {"content": SPECIAL[3], "special": True, **flags},
+    }
+    write(
+        tmp_path,
+        added_tokens_decoder=declared,
+        additional_special_tokens=["<x>", {"content": "<y>"}, SPECIAL[0]],
+    )
+    verdict = judge(read_files(tmp_path), seed=1, fuzz_s=0)
+    assert [token["content"] for token in verdict.added] == [SPECIAL[2], "<tool>", "<x>", "<y>"]
+    assert verdict.not_fast is None
+    made = exact(tmp_path)
+    text = f"a{SPECIAL[2]}  b<tool>c<x>d"
+    reference = train()
+    reference.add_tokens([AddedToken(**token) for token in verdict.added])
+    expected = reference.encode(text).ids
+    assert ids(made.encode(b"/v1/completions", {"prompt": text})) == [expected]
+    assert expected != train().encode(text).ids
+    (tmp_path / "tokenizer_config.json").write_text('{"extra_special_tokens": {"image_token": "<img>"}}')
+    assert judge(read_files(tmp_path), seed=1, fuzz_s=0).added == [{"content": "<img>", "special": True}]
 
 
 def test_ends_come_from_the_post_processor_alone(tmp_path: Path) -> None:
