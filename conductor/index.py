@@ -2,8 +2,8 @@
 
 Three parts share one bound of bytes. `blocks` is exact: every holder's blocks, as its events tell. `_recent`
 is what was just routed to workers whose events are believed; it counts for `prediction_s`: by then the event
-has come, or the engine kept nothing. `_routed` is for workers without believable events: there a
-prediction is all there is, and it stays as long as there is room.
+has come, or the engine kept nothing. `_routed` is for workers without believable events and for keys made of
+bytes: there a prediction is all there is, and it stays as long as there is room.
 
 For room, predictions go first, but for a small share that is always theirs; then confirmed blocks go.
 """
@@ -20,7 +20,7 @@ from kvroute.conductor.approximate import ApproximateIndex
 from kvroute.conductor.block_index import BlockIndex, make_block_index
 from kvroute.conductor.packing import pack_keys
 from kvroute.conductor.recent import RecentPredictions
-from kvroute.types import NO_MATCH, PrefixMatch, PromptKeys
+from kvroute.types import NO_MATCH, KeyMode, PrefixMatch, PromptKeys
 
 __all__ = ["Holder", "HolderMatch", "PrefixIndex", "pack_keys"]
 
@@ -143,12 +143,13 @@ class PrefixIndex:
             self._forget_predictions(worker_id)
 
     def believe_events(self, worker_id: str, exact: bool) -> None:
-        """Whether predictions for this worker live for `prediction_s` (True) or as long as there is room."""
+        """Whether predictions for this worker live for `prediction_s` (True) or as long as there is room.
+
+        That is of keys made of tokens: no event will ever confirm those of bytes.
+        """
         worker = self._worker(worker_id)
-        if worker is not None and worker.exact != exact:
+        if worker is not None:
             worker.exact = exact
-            if exact:
-                self._routed.clear_worker(worker_id)
 
     def holders_of(self, worker_id: str) -> list[Holder]:
         """The ranks added; empty for a worker without events, an unknown or a removed one."""
@@ -195,7 +196,7 @@ class PrefixIndex:
         chain = keys.keys
         if worker is None or not chain:
             return
-        if worker.exact:
+        if worker.exact and keys.mode is KeyMode.TOKENS:
             self._recent.add(worker_id, pack_keys(chain)[: self.max_bytes // 128 * 8])
         else:
             self._routed.insert(worker_id, chain)
@@ -214,23 +215,31 @@ class PrefixIndex:
 
         The prompt is keyed once per block size in the fleet. Of several ranks the best counts.
         """
-        self._recent.expire()
         confirmed: dict[str, HolderMatch] = {}
         predicted: dict[str, int] = {}
         for block_tokens, keys in keys_by_block_tokens.items():
             if not keys.keys:
                 continue
-            packed = pack_keys(keys.keys)
-            for row in self._lookup(block_tokens, packed):
-                best = confirmed.get(row.holder.worker_id)
-                if best is None or _better(row, best):
-                    confirmed[row.holder.worker_id] = row
-            found = [*self._recent.match(packed)]
+            exactly = keys.mode is KeyMode.TOKENS
+            if exactly:
+                packed = pack_keys(keys.keys)
+                for row in self._lookup(block_tokens, packed):
+                    best = confirmed.get(row.holder.worker_id)
+                    if best is None or _better(row, best):
+                        confirmed[row.holder.worker_id] = row
+                self._recent.expire()
+                for worker_id, blocks in self._recent.match(packed):
+                    predicted[worker_id] = max(predicted.get(worker_id, 0), blocks * block_tokens)
             if self._routed.entries:
-                found += zip(worker_ids, self._routed.match(keys.keys, worker_ids), strict=True)
-            for worker_id, blocks in found:
-                predicted[worker_id] = max(predicted.get(worker_id, 0), blocks * block_tokens)
+                routed = self._routed.match(keys.keys, worker_ids)
+                for worker_id, blocks in zip(worker_ids, routed, strict=True):
+                    if blocks and not (exactly and self._is_exact(worker_id)):
+                        predicted[worker_id] = max(predicted.get(worker_id, 0), blocks * block_tokens)
         return [self._combined(confirmed.get(name), predicted.get(name, 0)) for name in worker_ids]
+
+    def _is_exact(self, worker_id: str) -> bool:
+        worker = self._workers.get(worker_id)
+        return worker is not None and worker.exact
 
     def _combined(self, row: HolderMatch | None, predicted_tokens: int) -> PrefixMatch:
         if row is None:

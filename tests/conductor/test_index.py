@@ -136,6 +136,32 @@ def test_without_believable_events_a_prediction_stays(
     index.check_integrity()
 
 
+def test_keys_of_bytes_stay_predicted_where_events_are_believed(
+    index: PrefixIndex, clock: Clock, random: Random
+) -> None:
+    holder, keys = Holder("a"), chain(random, 8)
+    index.add_holder(holder, BLOCK)
+    of_bytes = PromptKeys(KeyMode.BYTES, keys, 128, 8 * 128)
+    index.predict("a", of_bytes)
+    clock.now_s += 1000
+    (match,) = index.match({128: of_bytes}, ["a"])
+    assert match == PrefixMatch(8 * 128, predicted_tokens=8 * 128)
+    index.clear(holder)
+    assert index.match({128: of_bytes}, ["a"]) == [NO_MATCH]
+
+
+def test_what_was_routed_before_events_were_believed_counts_again_when_they_no_longer_are(
+    index: PrefixIndex, clock: Clock, random: Random
+) -> None:
+    keys = chain(random, 8)
+    index.predict("a", prompt(keys))
+    index.add_holder(Holder("a"), BLOCK)
+    assert ask(index, keys, "a") == [NO_MATCH]
+    index.believe_events("a", False)
+    (match,) = ask(index, keys, "a")
+    assert match.predicted_tokens == 8 * BLOCK
+
+
 def test_a_cleared_holder_starts_again_without_blocks_or_predictions(
     index: PrefixIndex, clock: Clock, random: Random
 ) -> None:
