@@ -272,7 +272,8 @@ async def _no_route(request: Request, error: Exception) -> Response:
 async def _read(request: Request, model: type[B]) -> B:
     """The body, validated; `ConductorError` names the field, what was wrong and what is accepted."""
     try:
-        body = await asyncio.wait_for(_body(request), BODY_WITHIN_S)
+        async with asyncio.timeout(BODY_WITHIN_S):
+            body = await _body(request)
     except TimeoutError:
         raise ConductorError(400, f"body: not complete within {BODY_WITHIN_S:g} s") from None
     try:

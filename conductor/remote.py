@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -115,8 +114,7 @@ class RemoteConductor:
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await keeper
+            await asyncio.gather(keeper, return_exceptions=True)
 
     async def match(self, keys: Sequence[PromptKeys], worker_ids: Sequence[str]) -> Lookup:
         """What each worker holds of a prompt. `keys` has one set per block size among the workers."""
@@ -274,7 +272,8 @@ class RemoteConductor:
             connection = Link(self.answered)
             failure: Exception | None
             try:
-                await asyncio.wait_for(self._open(connection), options.connect_s)
+                async with asyncio.timeout(options.connect_s):  # unlike wait_for, it loses no cancellation
+                    await self._open(connection)
                 pause_s, complained = options.reconnect_min_s, False
                 failure = await connection.closed
             except (OSError, TimeoutError, wire.WireError) as error:

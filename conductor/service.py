@@ -113,8 +113,7 @@ class ConductorServer:
         await self._http_task
         await self.lookups.close()
         self._keeper.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._keeper
+        await asyncio.gather(self._keeper, return_exceptions=True)
         if self.restored.is_set():  # else the file knows more than the index does
             await self._save()
         await self.conductor.close()

@@ -523,6 +523,20 @@ async def test_nobody_there() -> None:
     await client.close()
 
 
+async def test_it_ends_whatever_it_is_at(tmp_path: Path) -> None:
+    async with paired(tmp_path) as pair:
+        for address in (pair.address, f"unix://{tmp_path}/nobody", "tcp://127.0.0.1:1"):
+            for turns in range(12):
+                client = RemoteConductor(RemoteOptions(address, reconnect_min_s=0.0, reconnect_max_s=0.0))
+                client.start()
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                async with asyncio.timeout(5.0):
+                    await client.close()
+                assert not client.connected
+        await until(lambda: not pair.server.connections)
+
+
 async def test_too_many_lookups_and_prompts_too_long_are_done_without() -> None:
     async with scripted(hang, max_pending=4) as client:
         await until(lambda: client.connected)
