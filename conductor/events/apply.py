@@ -25,15 +25,27 @@ DENSE = (None, "full_attention", "mla_attention", "sink_full_attention")
 """Kinds of attention whose blocks can be reused as a prefix; None is an engine that has no other."""
 INSISTENCE = 64
 """Events in a row of another block size after which the engine is believed."""
+COUNTS = (
+    "batches",
+    "bad_events",
+    "unknown_events",
+    "orphans",  # blocks parked
+    "orphan_removals",
+    "unresolved",  # blocks named by a hash that is not known
+    "foreign_groups",  # events, as the next four
+    "unknown_media",
+    "unknown_extras",
+    "block_size_changes",
+    "block_size_refused",
+    "clears",
+)
 _ROOTS = 1024
 
 
 class Applier:
     """Of one holder.
 
-    Counters are in `counts`: batches, bad_events, unknown_events, orphans (blocks parked), orphan_removals,
-    unresolved (blocks named by a hash that is not known), foreign_groups (events), unknown_media (events),
-    unknown_extras, block_size_changes, block_size_refused (events), clears.
+    Counters are in `counts`, by the names in `COUNTS`.
     """
 
     def __init__(
@@ -49,7 +61,7 @@ class Applier:
         parked_s: float = 30.0,
         resolve: Resolve | None = None,
     ) -> None:
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self.orphans = Orphans(parked_bytes, parked_s)
         self.flaws: set[str] = set()
         """What went wrong since the last clear, in the words of `trust.REASONS`."""

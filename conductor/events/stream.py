@@ -19,6 +19,16 @@ from kvroute.conductor.events.batches import Batch, Cleared, Undecodable
 
 ATTEMPTS = 3
 """Replays that may fail in a row before the stream goes on without."""
+COUNTS = (
+    "gaps",
+    "restarts",
+    "replays",
+    "replay_failures",
+    "missing",
+    "duplicates",
+    "overflows",
+    "undecodable",
+)
 _REMEMBERED = 256
 
 
@@ -59,8 +69,7 @@ Action = Apply | Clear | AskReplay
 class Stream:
     """Of one publisher; `connected` comes first. Every method returns what to do, in order.
 
-    Counters are in `counts`: gaps, restarts, replays, replay_failures, missing, duplicates, overflows,
-    undecodable.
+    Counters are in `counts`, by the names in `COUNTS`.
     """
 
     def __init__(self, waiting_batches: int, waiting_bytes: int, restored: Watermark | None = None) -> None:
@@ -74,7 +83,7 @@ class Stream:
         """False while the last check of an idle publisher came to nothing."""
         self.replaying = True
         """True while live batches wait."""
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self._waiting: dict[int, Batch] = {}
         self._waiting_bytes = 0
         self._limits = waiting_batches, waiting_bytes

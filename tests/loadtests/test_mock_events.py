@@ -13,7 +13,10 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from kvroute.conductor.events.batches import Batch
+from kvroute.conductor.events.decode import decode
 from kvroute.loadtests.mock_engine import MockFleet, MockOptions
+from kvroute.loadtests.mock_engine.faults import Faults
 
 STORED_FIELDS = [
     "type",
@@ -193,3 +196,59 @@ async def test_a_restart_starts_the_numbers_again_with_other_hashes(fleet: MockF
     again = msgspec.msgpack.decode(answers[0][3])[1][0]
     assert again["token_ids"] == first[1][0]["token_ids"]
     assert again["block_hashes"] != first[1][0]["block_hashes"]
+
+
+async def test_event_faults_lose_repeat_swap_and_spoil_what_a_replay_has_whole() -> None:
+    options = MockOptions(seed=3, speed=math.inf, kv_events=True, kv_blocks=200)
+    async with MockFleet(options) as fleet:
+        with await subscribed(fleet) as subscriber:
+            engine = fleet.engines[0]
+            script = [
+                {"event_drop": 1.0},
+                {"event_duplicate": 1.0},
+                {"event_reorder": 1.0},
+                {},
+                {"event_malformed": 1.0},
+                {"event_delay": 0.05},
+                {},
+            ]
+            for number, faults in enumerate(script):
+                engine.faults = Faults(**faults)
+                await complete(fleet, chr(97 + number) * 64)
+            received = [await asyncio.wait_for(subscriber.sub.recv_multipart(), 2) for _ in range(7)]
+            answers = await subscriber.replay(0)
+    whole = [answer[2:] for answer in answers[:-1]]
+    assert [int.from_bytes(seq, "big") for seq, _ in whole] == list(range(7))
+    order = [whole.index(frames[1:]) if frames[1:] in whole else None for frames in received]
+    assert order == [1, 1, 3, 2, None, 6, 5]
+
+
+async def test_a_replay_can_be_refused() -> None:
+    async with MockFleet(MockOptions(speed=math.inf, kv_events=True)) as fleet:
+        fleet.engines[0].faults = Faults(no_replay=True)
+        with await subscribed(fleet) as subscriber:
+            await subscriber.dealer.send_multipart([b"", bytes(8)])
+            assert not await subscriber.dealer.poll(100)
+
+
+async def test_older_shapes_say_the_same() -> None:
+    """Arrays, hashes of 32 bytes, an event for each page: decoded, they are what maps say."""
+    told: list[Any] = []
+    for settings in ({}, {"event_arrays": True}, {"event_digests": True}, {"event_pages": True}):
+        options = MockOptions(speed=math.inf, kv_events=True, adapters=("ad1",), faults=Faults(**settings))
+        async with MockFleet(options) as fleet:
+            with await subscribed(fleet) as subscriber:
+                await complete(fleet, "a" * 64 * 3, model="ad1", cache_salt="s")
+                frames = await asyncio.wait_for(subscriber.sub.recv_multipart(), 2)
+        batch = decode(frames)
+        assert isinstance(batch, Batch)
+        told.append(batch.events)
+        kind = type(msgspec.msgpack.decode(frames[2])[1][0])
+        assert kind is (list if "event_arrays" in settings else dict)
+    maps, arrays, digests, pages = told
+    assert [len(events) for events in told] == [1, 1, 1, 3]
+    assert (arrays[0].token_ids, arrays[0].extra_keys) == (maps[0].token_ids, maps[0].extra_keys)
+    assert len(digests[0].hashes) == 3 * 8
+    assert pages[1].parent == int.from_bytes(pages[0].hashes, "little")
+    assert b"".join(page.token_ids for page in pages) == maps[0].token_ids
+    assert pages[0].extra_keys == (("ad1", "s"),)

@@ -235,12 +235,12 @@ def test_what_gives_no_batch_says_why(message: list[bytes], reason: str, seq: in
 
 
 def test_memory_stays_in_proportion_to_the_payload() -> None:
-    size = 1 << 18
+    size = 1 << 15
     bombs = [
-        b"\x92\x01\xdd" + MAX_EVENTS.to_bytes(4, "big") + b"\x90" * size,
+        b"\x92\x01\xdd" + size.to_bytes(4, "big") + b"\x90" * size,
         b"\x92\x01\x91\x96" + encode("BlockStored") + b"\xdd" + size.to_bytes(4, "big") + b"\x90" * size,
         encode([1.0, [stored([1], [1, 2, 3, 4], extra_keys=[[[]] * size])]]),
-        encode([1.0, [stored([1] * 1000, [], extra_keys=[[[[]]] * 60] * 1000)]]),
+        encode([1.0, [stored([1] * 100, [], extra_keys=[[[[]]] * 60] * 100)]]),
         encode([1.0, [{"type": [[]] * size}]]),
     ]
     for bomb, most in zip(bombs, (64, 40, 40, 40, 40), strict=True):
@@ -248,7 +248,7 @@ def test_memory_stays_in_proportion_to_the_payload() -> None:
         decode([b"", bytes(8), bomb])
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert peak < most * len(bomb) + 2**20
+        assert peak < most * len(bomb) + 2**18
 
 
 values = st.recursive(
@@ -285,7 +285,7 @@ near_events = st.fixed_dictionaries(
 )
 
 
-@settings(derandomize=True, max_examples=120, deadline=None)
+@settings(derandomize=True, max_examples=60, deadline=None)
 @given(st.lists(st.binary(max_size=64), max_size=5), values, st.lists(near_events | values, max_size=4))
 def test_nothing_that_arrives_raises(raw: list[bytes], payload: Any, events: list[Any]) -> None:
     decode(raw)
@@ -296,7 +296,7 @@ def test_nothing_that_arrives_raises(raw: list[bytes], payload: Any, events: lis
     assert len(decoded.events) + decoded.bad + decoded.unknown == len(events) + 1
 
 
-@settings(derandomize=True, max_examples=80, deadline=None)
+@settings(derandomize=True, max_examples=60, deadline=None)
 @given(st.data())
 def test_a_frame_with_bytes_changed_raises_nothing(data: st.DataObject) -> None:
     payload = bytearray(captured(FRAMES / "sha256_int_salt_lora_evict-0003.bin")[-1])
