@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from kvroute.conductor import wire
 
@@ -22,9 +23,8 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.write(wire.frame([wire.Hello(wire.PROTOCOL)]))
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none of its subclasses
+        self._transport.write(wire.frame([wire.Hello(wire.PROTOCOL)]))
 
     def write(self, data: bytes) -> None:
         assert self._transport is not None

@@ -8,6 +8,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from time import perf_counter
+from typing import cast
 
 import structlog
 
@@ -91,8 +92,7 @@ class _Client(asyncio.Protocol):
         self._write_paused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none of its subclasses
         self._server.connections.add(self)
         self._hello_timer = asyncio.get_running_loop().call_later(HELLO_S, self.end, "silent")
         if len(self._server.connections) > MAX_CONNECTIONS:
