@@ -57,6 +57,10 @@ class HolderMatch(Struct, frozen=True, gc=False):
     """Each block in any of them, or probably in a tier of that engine that sends no events."""
 
 
+_Best = tuple[int, int, int, int, Holder]
+"""Tokens of a holder's match: probable, gpu, gpu_cpu, any; as `HolderMatch` has them."""
+
+
 @dataclass(slots=True)
 class _Held:
     slot: int
@@ -215,7 +219,7 @@ class PrefixIndex:
 
         The prompt is keyed once per block size in the fleet. Of several ranks the best counts.
         """
-        confirmed: dict[str, HolderMatch] = {}
+        confirmed: dict[str, _Best] = {}
         predicted: dict[str, int] = {}
         for block_tokens, keys in keys_by_block_tokens.items():
             if not keys.keys:
@@ -223,10 +227,7 @@ class PrefixIndex:
             exactly = keys.mode is KeyMode.TOKENS
             if exactly:
                 packed = pack_keys(keys.keys)
-                for row in self._lookup(block_tokens, packed):
-                    best = confirmed.get(row.holder.worker_id)
-                    if best is None or _better(row, best):
-                        confirmed[row.holder.worker_id] = row
+                self._find_best(block_tokens, packed, confirmed)
                 self._recent.expire()
                 for worker_id, blocks in self._recent.match(packed):
                     predicted[worker_id] = max(predicted.get(worker_id, 0), blocks * block_tokens)
@@ -235,25 +236,45 @@ class PrefixIndex:
                 for worker_id, blocks in zip(worker_ids, routed, strict=True):
                     if blocks and not (exactly and self._is_exact(worker_id)):
                         predicted[worker_id] = max(predicted.get(worker_id, 0), blocks * block_tokens)
-        return [self._combined(confirmed.get(name), predicted.get(name, 0)) for name in worker_ids]
+        best = confirmed.get
+        return [self._combined(best(name), predicted.get(name, 0)) for name in worker_ids]
+
+    def _find_best(self, block_tokens: int, packed: bytes, best: dict[str, _Best]) -> None:
+        """The rank of each worker that holds most, into `best`. No objects per row: there may be hundreds."""
+        holders = self._holders
+        for slot, gpu, _, _, gpu_cpu, known, probable in self.blocks.match(packed):
+            holder, held_block_tokens = holders[slot]
+            if held_block_tokens != block_tokens:
+                continue
+            worker_id = holder.worker_id
+            other = best.get(worker_id)
+            if other is None or (probable * block_tokens, gpu * block_tokens) > other[:2]:
+                best[worker_id] = (
+                    probable * block_tokens,
+                    gpu * block_tokens,
+                    gpu_cpu * block_tokens,
+                    known * block_tokens,
+                    holder,
+                )
 
     def _is_exact(self, worker_id: str) -> bool:
         worker = self._workers.get(worker_id)
         return worker is not None and worker.exact
 
-    def _combined(self, row: HolderMatch | None, predicted_tokens: int) -> PrefixMatch:
+    def _combined(self, row: _Best | None, predicted_tokens: int) -> PrefixMatch:
         if row is None:
             if not predicted_tokens:
                 return NO_MATCH
             return PrefixMatch(predicted_tokens, predicted_tokens=predicted_tokens)
-        several = len(self._workers[row.holder.worker_id].ranks) > 1
+        probable, gpu, gpu_cpu, known, holder = row
+        several = len(self._workers[holder.worker_id].ranks) > 1
         return PrefixMatch(
-            tokens=max(row.probable_tokens, predicted_tokens),
-            gpu_tokens=row.gpu_tokens,
-            cpu_tokens=row.gpu_cpu_tokens,
-            confirmed_tokens=row.confirmed_tokens,
-            predicted_tokens=predicted_tokens,
-            dp_rank=row.holder.dp_rank if several else None,
+            probable if probable > predicted_tokens else predicted_tokens,
+            gpu,
+            gpu_cpu,
+            known,
+            predicted_tokens,
+            holder.dp_rank if several else None,
         )
 
     def lookup(self, keys_by_block_tokens: Mapping[int, PromptKeys]) -> list[HolderMatch]:
@@ -344,7 +365,3 @@ class PrefixIndex:
             f"<PrefixIndex workers={len(self._workers)} holders={len(self._holders)} entries={self.entries} "
             f"bytes={self.bytes_used}/{self.max_bytes} evicted={self.evicted_blocks}>"
         )
-
-
-def _better(row: HolderMatch, best: HolderMatch) -> bool:
-    return (row.probable_tokens, row.gpu_tokens) > (best.probable_tokens, best.gpu_tokens)
