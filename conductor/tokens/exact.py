@@ -18,6 +18,7 @@ from kvroute.conductor.tokens.outcome import NotExact, TokenizedPrompts, Unavail
 from kvroute.conductor.tokens.template import ChatTemplate
 from kvroute.conductor.tokens.vllm_messages import messages
 from kvroute.conductor.tokens.vllm_responses import responses
+from kvroute.conductor.tokens.yielding import let_others_run
 from kvroute.types import EngineKind
 
 MAX_PROMPT_CHARS = 8 * 2**20
@@ -98,8 +99,10 @@ class ExactTokenizer:
         return template
 
     def _render(self, call: ChatCall) -> TokenizedPrompts:
+        let_others_run()
         template = self._template(call.variables)
         text = template.render(call.messages, call.continue_final, **call.variables) + call.suffix
+        let_others_run()
         return self._flat(FlatCall([text], call.add_special, call.cut))
 
     def _flat(self, call: FlatCall) -> TokenizedPrompts:
