@@ -124,6 +124,12 @@ class Conductor:
         self._numbers = count(1)
         self._sweep_timer: asyncio.TimerHandle | None = None
 
+    def knows(self, worker: Service | Engine) -> bool:
+        """Whether it is followed, or its place is taken."""
+        if isinstance(worker, Service):
+            return worker.key in self.registrations or worker.endpoint in self._by_endpoint
+        return worker in self.instances
+
     def adopt(self, worker: Service | Engine) -> str:
         """Know an engine from before a restart, by load alone until `begin`; its new id in the index."""
         worker_id = self._new_worker_id()
@@ -281,7 +287,8 @@ class Conductor:
         matches = self.index.match(by_size, worker_ids)
         if others:
             matches = list(map(_longer, matches, self.index.match(others, worker_ids)))
-        return zip(matches, map(self.trust, worker_ids), strict=True)
+        trust = self.trust if self._restoring else self.feed.trust
+        return zip(matches, map(trust, worker_ids), strict=True)
 
     def trust(self, worker_id: str) -> Trust:
         """How far what is known of a worker may be believed."""

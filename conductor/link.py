@@ -8,6 +8,9 @@ from typing import cast
 
 from kvroute.conductor import wire
 
+WRITE_BUFFER_BYTES = 4 * 2**20
+"""A burst of lookups fits; beyond it the conductor is taken to read nothing."""
+
 
 class Link(asyncio.Protocol):
     """Frames in and out; the first answer must be the conductor's hello."""
@@ -24,6 +27,7 @@ class Link(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none of its subclasses
+        self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._transport.write(wire.frame([wire.Hello(wire.PROTOCOL)]))
 
     def write(self, data: bytes) -> None:

@@ -21,8 +21,12 @@ log = structlog.get_logger(__name__)
 MAX_CONNECTIONS = 256
 MAX_BUFFERED_BYTES = 64 * 2**20
 """Unfinished frames of all connections; whose frame passes it is closed."""
+WRITE_BUFFER_BYTES = 2**20
+"""Answers that a gateway has not read; beyond it may ask no more."""
 SLICE_S = 0.002
 """Work for one connection at a stretch, before others get their turn."""
+ANSWERS_PER_FRAME = 16
+"""The first of many must not wait for the last: each has a budget of its own."""
 HELLO_S = 5.0
 ROWS_PER_FRAME = 50_000
 MAX_ERROR_CHARS = 512
@@ -93,6 +97,7 @@ class _Client(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none of its subclasses
+        self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._server.connections.add(self)
         self._hello_timer = asyncio.get_running_loop().call_later(HELLO_S, self.end, "silent")
         if len(self._server.connections) > MAX_CONNECTIONS:
@@ -150,6 +155,8 @@ class _Client(asyncio.Protocol):
                 if request is not None:
                     self._server.messages += 1
                     self._handle(request)
+                    if len(self._answers) >= ANSWERS_PER_FRAME:
+                        self._flush()
                 elif self._bodies:
                     self._server.frames += 1
                     self._requests = iter(wire.decode(wire.requests_decoder, self._bodies.popleft()))

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvroute.conductor.core import Conductor, ConductorError, Registration, Service
-from kvroute.conductor.index import Holder, HolderMatch, pack_keys
+from kvroute.conductor.index import Holder, HolderMatch
 from kvroute.conductor.keys import Namespace, token_keys
+from kvroute.conductor.packing import pack_keys
 from kvroute.types import KeyMode, PromptKeys
 
 STORE = "Mooncake"

@@ -211,7 +211,13 @@ class RemoteConductor:
         if lookups:
             if self._silent_since_s is None:
                 self._silent_since_s = self._clock()
-            self._loop.call_later(self._options.budget_s, self._expire, lookups)
+            deadline_s = self._clock() + self._options.budget_s
+            self._loop.call_later(self._options.budget_s, self._check_budget, lookups, deadline_s)
+
+    def _check_budget(self, lookups: Sequence[int], deadline_s: float) -> None:
+        # The loop's own time may be that of the turn's beginning: what this turn did is no fault of theirs.
+        # And an answer may have come that the loop has not looked at: it does so once more before.
+        self._loop.call_later(max(0.0, deadline_s - self._clock()), self._expire, lookups)
 
     def _expire(self, lookups: Sequence[int]) -> None:
         late = [self._pending.pop(number) for number in lookups if number in self._pending]

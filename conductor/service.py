@@ -20,7 +20,7 @@ from prometheus_client.process_collector import ProcessCollector
 
 from kvroute import __version__
 from kvroute.clock import monotonic
-from kvroute.conductor.core import Conductor, ConductorError, Service
+from kvroute.conductor.core import MAX_INSTANCES, Conductor, ConductorError, Service
 from kvroute.conductor.events import EventFeed
 from kvroute.conductor.gauges import ConductorGauges
 from kvroute.conductor.index import PrefixIndex
@@ -180,9 +180,10 @@ class ConductorServer:
             self._refuse(refused)
             return
         conductor = self.conductor
-        adopted = [
-            (worker, conductor.adopt(worker)) for worker in snapshot.sections if not self._known(worker)
-        ]
+        unknown = [
+            worker for worker in snapshot.sections if not conductor.knows(worker)
+        ]  # a client was faster
+        adopted = [(worker, conductor.adopt(worker)) for worker in unknown[:MAX_INSTANCES]]
         for worker, worker_id in adopted:
             watermarks = None
             try:
@@ -190,13 +191,12 @@ class ConductorServer:
                 self.snapshots["restored"] += 1
             except SnapshotRefused as refused:
                 self._refuse(refused)
-            conductor.begin(worker_id, watermarks)
+            try:
+                conductor.begin(worker_id, watermarks)
+            except ValueError as error:
+                self._refuse(SnapshotRefused("malformed", f"snapshot of {worker_id}: {error}"))
         snapshot.close()
         log.info("snapshot restored", file=str(path), workers=len(adopted))
-
-    def _known(self, worker: object) -> bool:
-        """Whether a client was faster than the snapshot."""
-        return any(worker == member for member, _ in self.conductor.members())
 
     def _register_configured(self) -> None:
         for service in self._options.services:

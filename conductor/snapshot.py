@@ -28,8 +28,9 @@ from xxhash import xxh3_128
 from kvroute.conductor.block_index import Entry
 from kvroute.conductor.core import Engine, Service
 from kvroute.conductor.events import EventFeed, Watermark
-from kvroute.conductor.index import Holder, PrefixIndex, pack_keys
+from kvroute.conductor.index import Holder, PrefixIndex
 from kvroute.conductor.keys import VERSION as KEY_VERSION
+from kvroute.conductor.packing import pack_keys
 from kvroute.conductor.snapshot_format import (
     PREAMBLE,
     Blocks,

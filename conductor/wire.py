@@ -22,6 +22,7 @@ from msgspec import Meta, Struct
 
 from kvroute.conductor.events.sources import MAX_RANKS, EventSource
 from kvroute.conductor.keys import Namespace
+from kvroute.conductor.packing import pack_keys
 from kvroute.types import KeyMode, PrefixMatch, PromptKeys, Trust
 
 PROTOCOL = 1
@@ -89,9 +90,8 @@ class Keys(Message, frozen=True):
 
     @classmethod
     def pack(cls, keys: PromptKeys) -> Keys:
-        return cls(
-            keys.mode, keys.block_tokens, keys.prompt_tokens, _swapped(array("Q", keys.keys)).tobytes()
-        )
+        packed = _little_endian(pack_keys(keys.keys))
+        return cls(keys.mode, keys.block_tokens, keys.prompt_tokens, packed)
 
     def unpack(self) -> PromptKeys:
         """Raises `WireError` when the bytes are no whole number of keys."""
@@ -99,7 +99,9 @@ class Keys(Message, frozen=True):
             raise WireError(
                 "malformed", f"packed keys are {len(self.packed)} bytes, not a multiple of {KEY_BYTES}"
             )
-        return PromptKeys(self.mode, _swapped(array("Q", self.packed)), self.block_tokens, self.prompt_tokens)
+        return PromptKeys(
+            self.mode, array("Q", _little_endian(self.packed)), self.block_tokens, self.prompt_tokens
+        )
 
 
 class Hello(Message, tag=0, frozen=True):
@@ -275,8 +277,10 @@ class FrameReader:
             del buffer[:start]
 
 
-def _swapped(keys: array[int]) -> array[int]:
-    """To or from little endian."""
-    if sys.byteorder == "big":
-        keys.byteswap()
-    return keys
+def _little_endian(packed: bytes) -> bytes:
+    """From this machine's byte order, or to it."""
+    if sys.byteorder == "little":
+        return packed
+    keys = array("Q", packed)
+    keys.byteswap()
+    return keys.tobytes()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -271,6 +272,33 @@ async def test_it_speaks_tcp_as_well() -> None:
     await told(client)
     await client.close()
     await server.close()
+
+
+async def test_a_burst_is_no_overload(tmp_path: Path) -> None:
+    async with paired(tmp_path) as pair:
+        client = await pair.gateway()
+        keys = keys_of([1] * 16 * 1000)
+        for _ in range(3):
+            found = await asyncio.gather(*(client.match([keys], []) for _ in range(200)))
+            assert {one.fallback for one in found} == {None}
+
+
+def test_the_same_on_uvloop(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with paired(tmp_path) as pair:
+            client = await pair.gateway()
+            client.follow("w", "http://a:1", MODEL, [source(1)], block_tokens=16)
+            await told(client)
+            store(pair.conductor.index, pair.holder("tcp://1.1.1.1:1"), GPU, IDS)
+            found = await asyncio.gather(*(client.match([keys_of()], ["w"]) for _ in range(50)))
+            assert {one.matches[0].gpu_tokens for one in found} == {512}
+            await pair.server.close()
+            await until(lambda: not client.connected)
+            await pair.server.start(pair.address)
+            await until(lambda: client.connected)
+            assert (await client.match([keys_of()], ["w"])).matches[0].gpu_tokens == 512
+
+    uvloop.run(run())
 
 
 async def test_a_unix_socket_left_behind_is_taken_over_and_removed(tmp_path: Path) -> None:
