@@ -673,8 +673,8 @@ static int blocks_resize(Index *x, u32 cap) {
     u16 *gen = resized(x->gen, cap + 1, sizeof(u16));
     if (gen)
         x->gen = gen;
-    if (!(key && word && gen))
-        return -1; /* when shrinking, an array that stays larger does no harm: `cap` is not lowered */
+    if (cap > x->cap && !(key && word && gen))
+        return -1; /* what has grown already does no harm, and neither does what did not shrink */
     x->cap = cap;
     return 0;
 }
@@ -800,56 +800,51 @@ static int drop_probable(Index *x, u32 slot, u32 node) {
     return 0;
 }
 
-static int trim_probable(Index *x, u32 slot) {
-    Slot *s = &x->slots[slot];
-    while (s->probable.count > s->silent)
-        if (drop_probable(x, slot, s->probable.head) < 0)
+static int trim_probable(Index *x, u32 slot, u32 capacity) {
+    Queue *q = &x->slots[slot].probable;
+    while (q->count > capacity)
+        if (drop_probable(x, slot, q->head) < 0)
             return -1;
-    queue_shrink(x, &s->probable);
+    queue_shrink(x, q);
     return 0;
 }
 
-/* No hash of `slot` names block `id` in `tier` any more. `silently`: it may have gone to the silent tier. */
+/* No hash of `slot` names block `id` in `tier` any more. `silently`: it may have gone to the silent tier.
+ * -1 without memory, and then it is there still. */
 static int leave(Index *x, u32 slot, u32 tier, u32 id, int silently) {
     Slot *s = &x->slots[slot];
+    Queue *q = &s->probable;
     int keep = silently && tier == GPU && s->silent;
-    if (keep && queue_reserve(x, &s->probable) < 0)
+    u32 node = keep ? queue_find(x, q, id) : NIL;
+    if (keep && node == NIL && (trim_probable(x, slot, s->silent - 1) < 0 || queue_reserve(x, q) < 0))
         return -1;
     u32 set = set_changed(x, x->word[id] & SET_MASK, slot, 1u << tier, keep ? 1u << PROBABLE : 0);
     if (change_block(x, id, set) < 0)
         return -1;
     s->held[tier]--;
     x->entries--;
-    if (!keep)
-        return 0;
-    u32 node = queue_find(x, &s->probable, id);
-    if (node == NIL) {
-        queue_push(x, &s->probable, id);
+    if (node != NIL) {
+        queue_unlink(q, node);
+        queue_link_last(q, node);
+    } else if (keep) {
+        queue_push(x, q, id);
         s->held[PROBABLE]++;
         x->probable++;
-    } else {
-        queue_unlink(&s->probable, node);
-        queue_link_last(&s->probable, node);
     }
-    return trim_probable(x, slot);
+    return 0;
 }
 
 /* Take a name from a tier it is in once. -1 without memory, and then it is there still. */
 static int take_name(Index *x, u32 slot, u32 tier, Name *name, int silently) {
     Slot *s = &x->slots[slot];
     u32 id = name->value & NIL;
-    u64 *alias = map_find(x, &s->side, x->key[id], ALIAS_OF(tier));
+    u64 key = x->key[id], *alias = map_find(x, &s->side, key, ALIAS_OF(tier));
     if (!alias) {
-        /* The bit first: when trimming the silent tier fails, the block has left nevertheless. */
-        u32 held = s->held[tier];
-        int failed = leave(x, slot, tier, id, silently);
-        if (failed && held == s->held[tier])
+        if (leave(x, slot, tier, id, silently) < 0)
             return -1;
-        name->value &= ~TIER_BIT(tier);
-        return failed;
+    } else if (--*alias == 0) {
+        map_delete(x, &s->side, key, ALIAS_OF(tier));
     }
-    if (--*alias == 0)
-        map_delete(x, &s->side, x->key[id], ALIAS_OF(tier));
     name->value &= ~TIER_BIT(tier);
     return 0;
 }
@@ -2039,9 +2034,10 @@ static PyObject *index_set_silent_tier(Index *x, PyObject *const *args, Py_ssize
     if (arguments("set_silent_tier", args, given, keywords, names, 2, 2, in) < 0 ||
         slot_argument(x, in[0], &slot) < 0 || u64_argument(in[1], "capacity_blocks", &capacity) < 0)
         return NULL;
-    x->slots[slot].silent = capacity < NIL ? (u32)capacity : NIL;
-    if (trim_probable(x, slot) < 0)
+    u32 silent = capacity < NIL ? (u32)capacity : NIL;
+    if (trim_probable(x, slot, silent) < 0)
         return PyErr_NoMemory();
+    x->slots[slot].silent = silent;
     Py_RETURN_NONE;
 }
 
