@@ -4,10 +4,10 @@ decode.py reads frames, stream.py puts batches in order (pure), apply.py brings 
 trust.py says how far the result may be believed, subscriber.py owns the sockets; feed.py is what others use.
 """
 
+from kvroute.conductor.events.actions import Watermark
 from kvroute.conductor.events.feed import EventFeed
 from kvroute.conductor.events.limits import FeedLimits
 from kvroute.conductor.events.sources import EventSource, discovered_sources
-from kvroute.conductor.events.stream import Watermark
 from kvroute.conductor.events.trust import HolderHealth, WorkerHealth
 
 __all__ = [

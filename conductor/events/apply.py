@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 
 import msgspec
 
 from kvroute.conductor.events.batches import Batch, Cleared, Removed, Stored
-from kvroute.conductor.events.identity import Identity, identify
+from kvroute.conductor.events.identity import Roots, identify
 from kvroute.conductor.events.objects import Objects, Resolve
 from kvroute.conductor.events.orphans import Orphans
 from kvroute.conductor.events.pages import Pages
@@ -27,6 +27,7 @@ INSISTENCE = 64
 """Events in a row of another block size after which the engine is believed."""
 COUNTS = (
     "batches",
+    "failed_batches",
     "bad_events",
     "unknown_events",
     "orphans",  # blocks parked
@@ -39,7 +40,6 @@ COUNTS = (
     "block_size_refused",
     "clears",
 )
-_ROOTS = 1024
 
 
 class Applier:
@@ -69,10 +69,9 @@ class Applier:
         self._index = index
         self._blocks = index.blocks
         self._holder = holder
-        self._namespace = namespace
         self._min_block_tokens = min_block_tokens
         self._objects = Objects(index, holder, self.counts, resolve)
-        self._roots: OrderedDict[tuple[str | None, str | None], int] = OrderedDict()
+        self._roots = Roots(namespace)
         self._pages: Pages | None = None
         self._slot: int | None = None
         self._said_tokens = 0
@@ -178,11 +177,11 @@ class Applier:
         self.counts["unknown_extras"] += identity.guessed
         if self._pages is not None:
             hashes = array("Q", event.hashes)
-            root = 0 if event.parent is not None else self._root(identity)
+            root = 0 if event.parent is not None else self._roots.of(identity)
             self._pages.store(event.tier, event.parent, root, hashes, event.token_ids, identity.extras)
             return
         if event.parent is None:
-            parent_key, seed = None, self._root(identity)
+            parent_key, seed = None, self._roots.of(identity)
         else:
             parent_key = self._blocks.key_of(self._slot, event.parent)
             seed = parent_key or 0
@@ -315,17 +314,6 @@ class Applier:
             self._slot = self._index.slot(self._holder)
         except KeyError:
             self._slot = None
-
-    def _root(self, identity: Identity) -> int:
-        name = identity.adapter, identity.salt
-        root = self._roots.get(name)
-        if root is None:
-            if len(self._roots) >= _ROOTS:
-                self._roots.popitem(last=False)
-            said = {"adapter": identity.adapter, "cache_salt": identity.salt}
-            said = {part: value for part, value in said.items() if value is not None}
-            root = self._roots[name] = msgspec.structs.replace(self._namespace, **said).root("ids")
-        return root
 
     def _known(self, block_hash: int) -> bool:
         if self._pages is not None:

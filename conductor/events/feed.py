@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 import zmq.asyncio
 
 from kvroute.clock import Clock, monotonic
+from kvroute.conductor.events.actions import Watermark
 from kvroute.conductor.events.apply import Applier
 from kvroute.conductor.events.limits import FeedLimits
 from kvroute.conductor.events.sources import EventSource
-from kvroute.conductor.events.stream import Stream, Watermark
+from kvroute.conductor.events.stream import Stream
 from kvroute.conductor.events.subscriber import Subscriber
 from kvroute.conductor.events.trust import Predictions, WorkerHealth, trust_of
 from kvroute.conductor.index import Holder, PrefixIndex

@@ -15,12 +15,17 @@ engine's reported `cached_tokens` tell that they are not.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvroute.conductor.events.batches import Stored
-from kvroute.conductor.keys import pack_extras
+from kvroute.conductor.keys import Namespace, pack_extras
+
+ROOTS = 1024
+"""Remembered; salts may be many."""
 
 
 class Identity(Struct, frozen=True, gc=False):
@@ -58,6 +63,26 @@ def identify(event: Stored) -> Identity:
             guessed += sum(unknown for _, unknown in content)
             extras[index] = pack_extras(name for name, _ in content)
     return Identity(adapter, salt, extras, guessed)
+
+
+class Roots:
+    """Where chains begin, by adapter and salt; what the events do not say, the namespace does."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self._namespace = namespace
+        self._known: OrderedDict[tuple[str | None, str | None], int] = OrderedDict()
+
+    def of(self, identity: Identity) -> int:
+        """The root of a chain that begins a prompt."""
+        name = identity.adapter, identity.salt
+        root = self._known.get(name)
+        if root is None:
+            if len(self._known) >= ROOTS:
+                self._known.popitem(last=False)
+            said = {"adapter": identity.adapter, "cache_salt": identity.salt}
+            said = {part: value for part, value in said.items() if value is not None}
+            root = self._known[name] = replace(self._namespace, **said).root("ids")
+        return root
 
 
 def _take_salt(rest: list[Any]) -> str | None:

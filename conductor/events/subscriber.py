@@ -14,12 +14,13 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from kvroute.clock import Clock
+from kvroute.conductor.events.actions import Action, Apply, AskReplay, Clear, Watermark
 from kvroute.conductor.events.apply import Applier
 from kvroute.conductor.events.batches import Batch
 from kvroute.conductor.events.decode import decode, ends_replay
 from kvroute.conductor.events.limits import FeedLimits
 from kvroute.conductor.events.sources import EventSource
-from kvroute.conductor.events.stream import Action, Apply, AskReplay, Clear, Stream, Watermark
+from kvroute.conductor.events.stream import Stream
 from kvroute.conductor.events.trust import HolderHealth, trust_of
 
 log = logging.getLogger(__name__)
@@ -246,6 +247,7 @@ class Subscriber:
                 self.applier.apply(batch, self._clock())
             except Exception:
                 log.exception("%s: batch %d could not be applied", self.source.endpoint, batch.seq)
+                self.applier.counts["failed_batches"] += 1
                 self.applier.flaws.add("bad_events")
             self.applied = Watermark(batch.seq, batch.digest, self.stream.complete)
             self.lag_s = max(0.0, self._wall_s() - batch.ts_s) if batch.ts_s else None

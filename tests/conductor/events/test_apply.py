@@ -194,6 +194,14 @@ def test_blocks_of_another_size_are_refused_loudly_until_there_are_many() -> Non
     assert (bench.gpu_tokens(), bench.gpu_tokens(16, 8)) == (0, 16)
 
 
+def test_after_a_clear_the_engine_may_have_another_block_size() -> None:
+    bench = Bench()
+    bench.happens(chain(1, 4))
+    bench.happens(CLEARED, chain(1, 2, block=8))
+    assert bench.gpu_tokens(16, 8) == 16
+    assert bench.applier.counts["block_size_refused"] == 0
+
+
 def test_a_missing_parent_parks_the_event_until_it_comes() -> None:
     bench = Bench()
     bench.happens(chain(3, 4), chain(5, 5), chain(1, 1))

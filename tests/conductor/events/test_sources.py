@@ -57,3 +57,4 @@ def test_without_discovery_the_ports_follow_each_other() -> None:
     first = EventSource("tcp://a:5557", "tcp://a:5567", topic="t", bind=True)
     assert first.ranks(3)[2] == EventSource("tcp://a:5559", "tcp://a:5569", 2, "t", bind=True)
     assert EventSource("ipc:///run/kv").ranks(2)[1] == EventSource("ipc:///run/kv_dp1", dp_rank=1)
+    assert [source.dp_rank for source in EventSource("tcp://a:5557", dp_rank=8).ranks(2)] == [8, 9]

@@ -5,8 +5,9 @@ from collections import deque
 
 import pytest
 
+from kvroute.conductor.events.actions import Action, Apply, AskReplay, Clear, Watermark
 from kvroute.conductor.events.batches import Batch, Cleared, Undecodable
-from kvroute.conductor.events.stream import ATTEMPTS, Action, Apply, AskReplay, Clear, Stream, Watermark
+from kvroute.conductor.events.stream import ATTEMPTS, Stream
 
 BYTES = 100
 
