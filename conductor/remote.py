@@ -22,8 +22,8 @@ from kvroute.types import NO_MATCH, PrefixMatch, PromptKeys, Trust
 
 log = structlog.get_logger(__name__)
 
-FRAME_GOAL_BYTES = 2**20
-"""A batch goes out as several frames beyond it, so that a long prompt does not hold up the answers of all."""
+FRAME_GOAL_BYTES = 2**16
+"""A batch goes out as several frames beyond it: the conductor is at work on the first while others arrive."""
 MAX_KEY_BYTES = wire.MAX_FRAME_BYTES // 2
 
 

@@ -140,7 +140,7 @@ async def test_a_batch_is_cut_where_a_frame_would_be_too_long(tmp_path: Path) ->
     async with paired(tmp_path) as pair:
         client = await pair.gateway()
         sent = client.frames_sent
-        long = keys_of([1] * 16 * 2**16)
+        long = keys_of([1] * 16 * 2**12)
         found = await asyncio.gather(*(client.match([long], []) for _ in range(6)))
         assert all(one.fallback is None for one in found)
         assert client.frames_sent - sent == 3
