@@ -43,7 +43,8 @@ class LookupServer:
         self.frames = 0
         self.messages = 0
         self._server: asyncio.Server | None = None
-        self._unix_path: str | None = None
+        self._unix_socket: tuple[str, int] | None = None
+        """Path and inode."""
         self.address = ""
 
     async def start(self, address: str) -> None:
@@ -52,8 +53,8 @@ class LookupServer:
         loop = asyncio.get_running_loop()
         if where.unix_path is not None:
             self._server = await loop.create_unix_server(lambda: _Client(self), where.unix_path)
-            self._unix_path = where.unix_path
             os.chmod(where.unix_path, 0o660)
+            self._unix_socket = where.unix_path, os.stat(where.unix_path).st_ino
             self.address = address
         else:
             self._server = await loop.create_server(lambda: _Client(self), where.host, where.port)
@@ -69,9 +70,11 @@ class LookupServer:
         for client in list(self.connections):
             client.end("shutdown")
         await server.wait_closed()
-        if self._unix_path is not None:
+        if self._unix_socket is not None:
+            path, inode = self._unix_socket
             with contextlib.suppress(OSError):
-                os.unlink(self._unix_path)
+                if os.stat(path).st_ino == inode:  # else another conductor has taken the path over
+                    os.unlink(path)
 
     @property
     def buffered_bytes(self) -> int:

@@ -301,16 +301,26 @@ def test_the_same_on_uvloop(tmp_path: Path) -> None:
     uvloop.run(run())
 
 
-async def test_a_unix_socket_left_behind_is_taken_over_and_removed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_unix_socket_left_behind_is_taken_over_and_removed(
+    tmp_path: Path, run: Callable[..., None]
+) -> None:
     path = tmp_path / "s"
-    for _ in range(2):
-        conductor, _ = still_conductor()
-        server = LookupServer(conductor)
-        await server.start(f"unix://{path}")
-        assert path.is_socket()
-        assert path.stat().st_mode & 0o777 == 0o660
-    await server.close()
-    assert not path.exists()
+
+    async def take_over() -> None:
+        servers = []
+        for _ in range(2):
+            server = LookupServer(still_conductor()[0])
+            await server.start(f"unix://{path}")
+            assert path.is_socket()
+            assert path.stat().st_mode & 0o777 == 0o660
+            servers.append(server)
+        await servers[0].close()
+        assert path.is_socket(), "it is the second one's by now"
+        await servers[1].close()
+        assert not path.exists()
+
+    run(take_over())
 
 
 @pytest.mark.parametrize(
