@@ -80,14 +80,15 @@ class ConductorServer:
         """
         options = self._options
         index = PrefixIndex(options.max_bytes, monotonic, options.prediction_s)
+        sock = _listen(options.host, options.port)
         self.conductor = Conductor(index, EventFeed(index))
         self.lookups = LookupServer(self.conductor)
-        sock = _listen(options.host, options.port)
         try:
             if options.lookup is not None:
                 await self._open_lookups(options.lookup)
         except BaseException:
             sock.close()
+            await self.conductor.close()
             raise
         config = uvicorn.Config(
             self._make_app(),
