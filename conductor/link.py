@@ -8,6 +8,8 @@ from typing import cast
 
 from kvroute.conductor import wire
 
+FRAME_GOAL_BYTES = 2**16
+"""A batch goes out as several frames beyond it: the conductor is at work on the first while others arrive."""
 WRITE_BUFFER_BYTES = 4 * 2**20
 """A burst of lookups fits; beyond it the conductor is taken to read nothing."""
 
@@ -30,9 +32,13 @@ class Link(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._transport.write(wire.frame([wire.Hello(wire.PROTOCOL)]))
 
-    def write(self, data: bytes) -> None:
+    def send(self, messages: Sequence[wire.Message]) -> int:
+        """Write them as one batch, or as several where one would be large; how many frames that made."""
         assert self._transport is not None
-        self._transport.write(data)
+        batches = _batches(messages)
+        for batch in batches:
+            self._transport.write(wire.frame(batch))
+        return len(batches)
 
     def data_received(self, data: bytes) -> None:
         if self.closed.done():
@@ -84,3 +90,24 @@ def _check_hello(answers: list[wire.Answer]) -> list[wire.Answer]:
             "protocol", f"the conductor speaks protocol {answers[0].protocol}, this gateway {wire.PROTOCOL}"
         )
     return answers[1:]
+
+
+def _batches(messages: Sequence[wire.Message]) -> list[list[wire.Message]]:
+    """In order, cut where a batch passes `FRAME_GOAL_BYTES` or has all the messages a frame may."""
+    batches: list[list[wire.Message]] = [[]]
+    size = 0
+    for message in messages:
+        part = _key_bytes(message)
+        full = len(batches[-1]) == wire.MAX_MESSAGES or size + part > FRAME_GOAL_BYTES
+        if batches[-1] and full:
+            batches.append([])
+            size = 0
+        batches[-1].append(message)
+        size += part
+    return batches
+
+
+def _key_bytes(message: wire.Message) -> int:
+    if isinstance(message, wire.Match):
+        return sum(len(keys.packed) for keys in message.keys) + sum(map(len, message.worker_ids))
+    return len(message.keys.packed) if isinstance(message, wire.Predict) else 256

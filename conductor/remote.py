@@ -22,8 +22,6 @@ from kvroute.types import NO_MATCH, PrefixMatch, PromptKeys, Trust
 
 log = structlog.get_logger(__name__)
 
-FRAME_GOAL_BYTES = 2**16
-"""A batch goes out as several frames beyond it: the conductor is at work on the first while others arrive."""
 MAX_KEY_BYTES = wire.MAX_FRAME_BYTES // 2
 
 
@@ -205,9 +203,7 @@ class RemoteConductor:
         connection = self._connection
         if connection is None:  # it ended within this turn, and took the lookups with it
             return
-        for batch in _batches(messages):
-            connection.write(wire.frame(batch))
-            self.frames_sent += 1
+        self.frames_sent += connection.send(messages)
         if lookups:
             if self._silent_since_s is None:
                 self._silent_since_s = self._clock()
@@ -316,24 +312,3 @@ class RemoteConductor:
         self._queued_lookups.clear()
         lookups, self._pending = list(self._pending.values()), {}
         self._resolve(lookups, Fallback.PROTOCOL if connection.misbehaved else Fallback.UNAVAILABLE)
-
-
-def _batches(messages: Sequence[wire.Message]) -> list[list[wire.Message]]:
-    """In order, cut where a batch passes `FRAME_GOAL_BYTES` or has all the messages a frame may."""
-    batches: list[list[wire.Message]] = [[]]
-    size = 0
-    for message in messages:
-        part = _key_bytes(message)
-        full = len(batches[-1]) == wire.MAX_MESSAGES or size + part > FRAME_GOAL_BYTES
-        if batches[-1] and full:
-            batches.append([])
-            size = 0
-        batches[-1].append(message)
-        size += part
-    return batches
-
-
-def _key_bytes(message: wire.Message) -> int:
-    if isinstance(message, wire.Match):
-        return sum(len(keys.packed) for keys in message.keys) + sum(map(len, message.worker_ids))
-    return len(message.keys.packed) if isinstance(message, wire.Predict) else 256
