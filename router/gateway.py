@@ -7,12 +7,14 @@ import itertools
 import os
 import secrets
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import structlog
 
 from kvroute.clock import monotonic
 from kvroute.conductor.prompts import ROUTES
+from kvroute.conductor.tokens.yielding import let_others_run
 from kvroute.router.asgi import App, run_app
 from kvroute.router.breaker import BreakerState
 from kvroute.router.client import ClientConnection
@@ -33,6 +35,8 @@ log = structlog.get_logger(__name__)
 PARSE_IN_THREAD_BYTES = 128 * 2**10
 """Above it, reading a body and making its keys takes a millisecond and more: other requests go on meanwhile,
 but for the JSON parser itself, which holds the interpreter for some 2 ms per MB."""
+READERS = 2
+"""Threads for that; more would only get in each other's way, and in the event loop's."""
 MAX_REQUEST_ID_BYTES = 256
 
 
@@ -47,6 +51,7 @@ class Gateway:
         self._logs_access = services.config.access_log
         self._id_prefix = os.urandom(6).hex()
         self._ids = itertools.count()
+        self._readers = ThreadPoolExecutor(READERS, "read")
         key = services.config.api_key
         self._expected_key = None if key is None else b"Bearer " + key.get_secret_value().encode()
         services.metrics.add_source(self)
@@ -67,7 +72,9 @@ class Gateway:
             parsed = (
                 self._parse(request)
                 if len(request.body) <= PARSE_IN_THREAD_BYTES
-                else await asyncio.get_running_loop().run_in_executor(None, self._parse_large, request)
+                else await asyncio.get_running_loop().run_in_executor(
+                    self._readers, self._parse_large, request
+                )
             )
             if parsed.fields is not None and self._services.tokens is not None:
                 await self._services.tokens.ask(parsed, path)
@@ -91,6 +98,10 @@ class Gateway:
             metrics.requests.add(path.decode() if path in ROUTES else OTHER, model, ended)
             if self._logs_access:
                 self._log_access(request, request_id, exchange, ended)
+
+    def close(self) -> None:
+        """No request is under way any more."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
 
     def refused(self, error: GatewayError) -> None:
         """Count and log a request that was refused while it arrived."""
@@ -122,6 +133,7 @@ class Gateway:
     def _parse_large(self, request: Request) -> ParsedRequest:
         """In a thread: keys too, since making those of a long prompt is half of the work."""
         parsed = self._parse(request)
+        let_others_run()
         self._services.knowledge.make_keys(parsed)
         return parsed
 

@@ -123,6 +123,7 @@ class _WireUsage(Struct):
     output_tokens: Count | None = None
     cached_tokens: Count | None = None
     cache_read_input_tokens: Count | None = None
+    cache_creation_input_tokens: Count | None = None
     prompt_tokens_details: _Details | None = None
     input_tokens_details: _Details | None = None
 
@@ -132,9 +133,17 @@ class _WireUsage(Struct):
         if cached is None:
             cached = self.cached_tokens if self.cached_tokens is not None else self.cache_read_input_tokens
         return Usage(
-            self.prompt_tokens if self.prompt_tokens is not None else self.input_tokens,
+            self.prompt_tokens if self.prompt_tokens is not None else self._all_input_tokens(),
             self.completion_tokens if self.completion_tokens is not None else self.output_tokens,
             cached,
+        )
+
+    def _all_input_tokens(self) -> int | None:
+        """Anthropic's count leaves out what was read from a cache or written to one."""
+        if self.input_tokens is None:
+            return None
+        return (
+            self.input_tokens + (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
         )
 
 

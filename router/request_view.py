@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from kvroute.conductor.keys import BYTES_PER_TOKEN, namespace_key
 from kvroute.conductor.prompts import ROUTES
 from kvroute.conductor.tokens.outcome import Unavailable
+from kvroute.conductor.tokens.yielding import let_others_run
 from kvroute.router.parsed_request import ParsedRequest, TokenIds, TokenSource
 from kvroute.types import RequestView
 
@@ -73,6 +74,7 @@ def parse_request(
     if route is None:
         return _parse_other(session_id, body)
     fields = _load(body)
+    let_others_run()
     model = _model(fields)
     session_id = session_id or _session_id(fields)
     stream = _is_true(fields.get("stream"))

@@ -9,6 +9,7 @@ import resource
 import signal
 import socket
 import ssl
+import sys
 from collections.abc import AsyncIterator, Generator, Iterator
 
 import structlog
@@ -146,7 +147,8 @@ class GatewayServer:
             decided=None if self.replicas is None else self.replicas.decided,
             explainer=Explainer(services),
         )
-        self.state = ServerState(Gateway(services, app), config.limits, config.timeouts, sweeper, loop)
+        self._gateway = Gateway(services, app)
+        self.state = ServerState(self._gateway, config.limits, config.timeouts, sweeper, loop)
         self.metrics.add_source(self)
         for worker in config.workers:
             self.registry.add(worker)
@@ -199,6 +201,7 @@ class GatewayServer:
         for connection in list(self.state.connections):
             connection.abort()
         await self.state.empty.wait()
+        self._gateway.close()
         await self._prober.close()
         if self.snapshots is not None:
             await self.snapshots.stop()
@@ -227,6 +230,7 @@ class GatewayServer:
         _raise_file_limit()
         await self.start()
         _tune_collector()
+        _tune_threads()
         await signalled.wait()
         stopping = loop.create_task(self.stop())
         hurry = loop.create_task(again.wait())
@@ -280,6 +284,11 @@ def _raise_file_limit() -> None:
     """As many descriptors as the process may have: every request in flight takes two."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _tune_threads() -> None:
+    """Long prompts are read on threads: nobody should wait the default 5 ms for the interpreter."""
+    sys.setswitchinterval(0.0005)
 
 
 def _tune_collector() -> None:

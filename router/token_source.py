@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Coroutine, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -18,7 +18,8 @@ from kvroute.router.errors import GatewayError
 from kvroute.router.metrics import Metrics, gauge
 from kvroute.router.parsed_request import ParsedRequest, TokenIds
 from kvroute.router.request_view import take_tokens
-from kvroute.router.workers import Identity, Registry
+from kvroute.router.workers import Identity, Member, Registry, State, identities
+from kvroute.types import EngineKind
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -32,27 +33,45 @@ class GatewayTokens:
     def __init__(self, models: Mapping[str, ModelConfig], registry: Registry, metrics: Metrics) -> None:
         self._registry = registry
         self._names = frozenset(models)
-        self._client: httpx.AsyncClient | None = None
-        if any(model.source == "engine" for model in models.values()):
-            self._client = httpx.AsyncClient(
-                auth=_WorkerKeys(registry), limits=httpx.Limits(max_connections=ENGINE_CONNECTIONS)
-            )
+        self._client = httpx.AsyncClient(
+            auth=_WorkerKeys(registry),
+            limits=httpx.Limits(max_connections=ENGINE_CONNECTIONS),
+            trust_env=False,
+        )
         self._tokenizers = Tokenizers({name: _options(model) for name, model in models.items()}, self._client)
-        self._loading: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
         metrics.add_source(self)
 
     def start(self) -> None:
         """Load the tokenizers in the background; requests get approximate keys until then."""
-        self._loading = asyncio.get_running_loop().create_task(self._tokenizers.run())
+        self._spawn(self._load())
+        self._registry.on_change(self._member_changed)
 
     async def close(self) -> None:
         """Idempotent."""
-        if self._loading is not None:
-            self._loading.cancel()
-            await asyncio.gather(self._loading, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tokenizers.close()
-        if self._client is not None:
-            await self._client.aclose()
+        await self._client.aclose()
+
+    async def _load(self) -> None:
+        await self._tokenizers.run()
+        for member in list(self._registry.members.values()):
+            self._member_changed(member)
+
+    def _member_changed(self, member: Member) -> None:
+        """Have an engine that turns ready tokenise a little: a wrong tokenizer shows before any prompt."""
+        if member.state is not State.READY or member.worker.engine is not EngineKind.VLLM:
+            return
+        for name, identity in identities(member):
+            if identity.adapter is None and name in self._names and self._tokenizers.loaded().get(name):
+                self._spawn(self._tokenizers.compare(name, member.worker.url))
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def __call__(
         self, model: str | None, path: bytes, fields: Mapping[str, Any]

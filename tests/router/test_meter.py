@@ -34,7 +34,7 @@ def _usage(usage: Any, *, before: bytes = b"", after: bytes = b"") -> Usage:
             {"input_tokens": 9, "output_tokens": 5, "input_tokens_details": {"cached_tokens": 0}},
             Usage(9, 5, 0),
         ),
-        ({"input_tokens": 9, "output_tokens": 5, "cache_read_input_tokens": 7}, Usage(9, 5, 7)),
+        ({"input_tokens": 9, "output_tokens": 5, "cache_read_input_tokens": 7}, Usage(16, 5, 7)),
         ({"prompt_tokens": "nine"}, Usage()),
         ({"prompt_tokens": -1}, Usage()),
         ({}, Usage()),
