@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import time
+from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,11 +22,10 @@ from typing import Any
 
 from kvroute.conductor.block_index import GPU, BlockIndex, make_block_index
 from kvroute.conductor.packing import pack_keys
-from kvroute.loadtests.index_work import KINDS, SHAPES, Prompt, Stored, chained_keys, events, prompts, queries
+from kvroute.loadtests.index_work import KINDS, SHAPES, Stored, chained_keys, events, prompts, queries
 
 SEED = 1
 DEPTHS = (100, 1000, 5000)
-REPS = 2000
 ROUNDS = 4
 """Each lookup is measured in so many rounds; with a peer, in turns with it."""
 
@@ -38,10 +38,12 @@ class IndexBench:
     entries: int = 1_000_000
     shape: str = "disjoint"
     event_blocks: int = 64
+    reps: int = 2000
+    """Lookups measured per kind and depth; half as many of the deepest."""
     peer: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("workers", "entries", "event_blocks"):
+        for name in ("workers", "entries", "event_blocks", "reps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.shape not in SHAPES:
@@ -188,7 +190,9 @@ def run_bench_index(bench: IndexBench) -> dict[str, Any]:
             peer.prepare(events(made, bench.event_blocks))
             result["peer"] = _weights(peer.ask(do="apply"), entries)
         result["find"] = [
-            _measure(ours, peer, made, kind, blocks, random) for kind in KINDS for blocks in DEPTHS
+            _measure(ours, peer, queries(made, kind, blocks, random), kind, bench.reps)
+            for kind in KINDS
+            for blocks in DEPTHS
         ]
     if peer is not None:
         result["peer"]["find"] = [row.pop("peer") for row in result["find"]]
@@ -205,12 +209,12 @@ def _weights(applied: dict[str, float], entries: int) -> dict[str, float]:
 
 
 def _measure(
-    ours: _Ours, peer: _Peer | None, made: list[Prompt], kind: str, blocks: int, random: Random
+    ours: _Ours, peer: _Peer | None, asked: list[array[int]], kind: str, reps: int
 ) -> dict[str, Any]:
-    asked = queries(made, kind, blocks, random)
+    blocks = len(asked[0])
     keys = [chained_keys(query) for query in asked]
     packed, ints = [one.tobytes() for one in keys], [one.tolist() for one in keys]
-    reps = (REPS if blocks < DEPTHS[-1] else REPS // 2) // ROUNDS
+    reps = max(1, (reps if blocks < DEPTHS[-1] else reps // 2) // ROUNDS)
     mine, theirs = _Samples(), _Samples()
     from_ints = _Samples()
     if peer is not None:
