@@ -86,13 +86,17 @@ class EventFeed:
         added); it is load only until the publisher has confirmed that batch. What the
         index has of ranks that are not restored is cleared. A source may as well be the master of a Mooncake
         store: its objects are then known by what the engines followed here call them.
-        Raises ValueError when the worker is followed already, a rank comes twice or there is no source.
+        Raises ValueError when the worker is followed already, a rank comes twice, there is no source, or one
+        has a wildcard where the engine's host is needed.
         """
         ranks = [source.dp_rank for source in sources]
         if self._closed or worker_id in self._workers:
             raise ValueError(f"worker {worker_id!r} is followed already, or the feed is closed")
         if not ranks or len(set(ranks)) < len(ranks):
             raise ValueError(f"sources must be one per rank and at least one, got ranks {ranks}")
+        for source in sources:
+            if source.unreachable is not None:
+                raise ValueError(f"{source.unreachable!r} names no host: say where the engine is")
         followed = self._workers[worker_id] = _Followed({})
         for source in sources:
             holder = Holder(worker_id, source.dp_rank)

@@ -19,6 +19,9 @@ class FeedLimits:
     parked_s: float = 30.0
     replay_timeout_s: float = 5.0
     """Between two answers of one replay."""
+    retry_s: float = 0.25
+    """Before a replay that failed is asked for again, doubled each time; without anybody to ask, the time
+    that batches which changed places have to arrive."""
     verify_s: float = 30.0
     """An idle publisher is asked for its last batch this often: was one missed, has it restarted?"""
     slice_s: float = 0.002

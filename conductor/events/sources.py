@@ -34,6 +34,17 @@ class EventSource:
         if not 0 <= self.dp_rank < MAX_RANKS:
             raise ValueError(f"dp_rank must be from 0 to {MAX_RANKS - 1}, got {self.dp_rank}")
 
+    @property
+    def unreachable(self) -> str | None:
+        """The endpoint that has a wildcard where a host is needed; None when none has."""
+        ends = (None if self.bind else self.endpoint, self.replay_endpoint)
+        wild = (
+            end
+            for end in ends
+            if end is not None and (at := _TCP.fullmatch(end)) and at["host"] in _WILDCARDS
+        )
+        return next(wild, None)
+
     def at(self, host: str) -> EventSource:
         """Itself with the engine's host in place of a wildcard: whoever binds to all is met at its own."""
         replay = self.replay_endpoint

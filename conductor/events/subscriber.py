@@ -30,7 +30,7 @@ RECEIVE_BATCHES = 4096
 REPLAY_BATCHES = 20_000
 _HANDSHAKE_S = 1.0
 """A subscription takes a moment to arrive after the connection stands: what fell in between is asked for."""
-_GRACE_S = 0.25
+_ATTACH_AGAIN_S = 1.0
 
 
 class Subscriber:
@@ -168,16 +168,14 @@ class Subscriber:
             self._step()
 
     async def _attach(self, socket: zmq.asyncio.Socket) -> None:
-        if not self.source.bind:
-            socket.connect(self.source.endpoint)
-            return
+        attach = socket.bind if self.source.bind else socket.connect
         while True:
             try:
-                socket.bind(self.source.endpoint)
+                attach(self.source.endpoint)
                 return
             except zmq.ZMQError as error:
-                log.warning("cannot bind %s, trying again: %s", self.source.endpoint, error)
-                await asyncio.sleep(1.0)
+                log.warning("no socket at %s, trying again: %s", self.source.endpoint, error)
+                await asyncio.sleep(_ATTACH_AGAIN_S)
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
         """Whoever connects may be another process, and something may have been missed."""
@@ -276,7 +274,7 @@ class Subscriber:
     async def _replay(self, action: AskReplay) -> None:
         number = self.stream.asked
         if action.attempt or self.source.replay_endpoint is None:
-            await asyncio.sleep(_GRACE_S * 2**action.attempt)
+            await asyncio.sleep(self._limits.retry_s * 2**action.attempt)
         ended = await self._exchange(action.first_seq, number)
         if self.stream.asked == number:
             nobody = self.source.replay_endpoint is None

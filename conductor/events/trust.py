@@ -52,7 +52,7 @@ class HolderHealth(Struct, frozen=True, kw_only=True):
     held_blocks: int = 0
     """Gauge: blocks confirmed, summed over tiers."""
     counters: dict[str, int] = {}
-    """By name: those of `stream.COUNTS` and `apply.COUNTS`, and connections, expired_orphans, slow_slices"""
+    """By name: those of `stream.COUNTS` and `apply.COUNTS`, and connections, expired_orphans, slow_slices."""
 
 
 class WorkerHealth(Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from kvroute.types import KeyMode, PromptKeys, Trust
 from tests.conductor.storm import MODEL, Driven, Prompts, known, our_keys
 from tests.kit import until
 
-LIMITS = FeedLimits(verify_s=0.15, replay_timeout_s=0.2, waiting_batches=64, parked_s=5.0)
+LIMITS = FeedLimits(verify_s=0.1, replay_timeout_s=0.2, retry_s=0.03, waiting_batches=64, parked_s=5.0)
 BLOCK = 4
 HOLDERS = [Holder("w", 0), Holder("w", 1)]
 
@@ -142,7 +142,7 @@ def agree(
 
 @pytest.mark.parametrize("seed", range(10))
 async def test_after_the_storm_the_index_is_what_the_engines_hold(seed: int) -> None:
-    await storm(seed, steps=120)
+    await storm(seed, steps=100)
 
 
 @pytest.mark.soak

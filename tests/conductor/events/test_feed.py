@@ -30,7 +30,7 @@ from tests.kit import until
 
 MODEL = Namespace(model="m")
 END = [b"", b"", b"\xff" * 8, b""]
-QUICK = FeedLimits(verify_s=0.1, replay_timeout_s=0.1)
+QUICK = FeedLimits(verify_s=0.1, replay_timeout_s=0.1, retry_s=0.03)
 
 
 class Publisher:
@@ -308,6 +308,9 @@ async def test_a_worker_is_followed_once_and_gone_without_a_trace(bench: Bench, 
         publisher.add()
     with pytest.raises(ValueError, match="one per rank"):
         bench.feed.follow("w", [publisher.source, publisher.source], MODEL)
+    for wild in (EventSource("tcp://*:5557"), EventSource("tcp://*:1", "tcp://[::]:2", bind=True)):
+        with pytest.raises(ValueError, match="names no host"):
+            bench.feed.follow("w", [wild], MODEL)
     with pytest.raises(ValueError, match="at least one"):
         bench.feed.follow("w", [], MODEL)
     bench.feed.follow("w", [publisher.source], MODEL, min_block_tokens=4)
