@@ -11,6 +11,8 @@ VLLM_VENV := $(if $(KVROUTE_VLLM_VENV),$(KVROUTE_VLLM_VENV),.venv-vllm)
 VLLM_READY := $(if $(KVROUTE_VLLM_VENV),,.venv-vllm/.installed)
 
 PYTEST := $(BIN)/python -m pytest
+# Most tests wait more than they work. A file stays in one process.
+UNIT := $(PYTEST) -n 2 --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
@@ -24,7 +26,7 @@ demo: $(VENV)/.installed ## four mock engines behind the gateway: round_robin ag
 	$(BIN)/kvroute demo
 
 test: $(VENV)/.installed-dev ## the unit suite
-	$(PYTEST)
+	$(UNIT)
 
 lint: $(VENV)/.installed-dev ## ruff and mypy --strict
 	$(BIN)/ruff check .
@@ -40,9 +42,9 @@ test-deploy: $(VENV)/.installed-dev ## package build and install, kustomize rend
 test-soak: $(VENV)/.installed-dev ## long and heavy tests
 	$(PYTEST) -m soak
 
-coverage: $(VENV)/.installed-dev ## line coverage; fails when router/ and policies/ fall under 90 %
-	$(PYTEST) --cov --cov-report=xml
-	$(BIN)/coverage report --include='*/router/*,*/policies/*' --show-missing --fail-under=90
+coverage: $(VENV)/.installed-dev ## line coverage; fails when router/, policies/ and conductor/ fall under 90 %
+	$(UNIT) --cov --cov-report=xml
+	$(BIN)/coverage report --include='*/router/*,*/policies/*,*/conductor/*' --show-missing --fail-under=90
 
 clean: ## remove environments, caches and what tests left
 	rm -rf .venv .venv-vllm build dist run .mypy_cache .ruff_cache .pytest_cache .coverage coverage.xml

@@ -57,7 +57,7 @@ def listen(host: str, port: int, field: str) -> socket.socket:
         info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
         raise ConfigError(f"{field}: cannot resolve {host!r}: {error}") from None
-    sock = socket.socket(info[0], socket.SOCK_STREAM)
+    sock = socket.socket(info[0], socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio looks at the protocol
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(info[4])
@@ -196,7 +196,8 @@ class GatewayServer:
         for connection in list(self.state.connections):
             connection.close_when_idle()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.state.empty.wait(), shutdown.drain_s)
+            async with asyncio.timeout(shutdown.drain_s):
+                await self.state.empty.wait()
         log.info("shutting down", phase="close", cut=len(self.state.connections))
         for connection in list(self.state.connections):
             connection.abort()
