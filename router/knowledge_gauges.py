@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from kvroute.conductor.block_index import BlockIndex
 from kvroute.conductor.events import WorkerHealth
 from kvroute.conductor.hits import HitAccount
 from kvroute.conductor.index import PrefixIndex
@@ -27,6 +28,8 @@ def index_gauges(index: PrefixIndex) -> Iterator[Metric]:
         [((), index.entries)],
     )
     yield gauge("kvroute_index_bytes", "Memory of the index.", (), [((), index.bytes_used)])
+    compiled = type(index.blocks) is not BlockIndex
+    yield gauge("kvroute_index_compiled", "1 where it runs in C, 0 in Python.", (), [((), compiled)])
     evicted = CounterMetricFamily(
         "kvroute_index_evicted_blocks", "Blocks dropped for room.", labels=("kind",)
     )
