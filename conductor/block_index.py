@@ -23,8 +23,8 @@ LANES = ((GPU,), (CPU,), (DISK,), (GPU, CPU), (GPU, CPU, DISK), (GPU, CPU, DISK,
 """The tiers behind each count of a match."""
 
 U64_END = 2**64
-BLOCK_BYTES = 260
-NAME_BYTES = 330
+BLOCK_BYTES = 130
+NAME_BYTES = 200
 """Memory of a block and of a slot's name for one, as tracemalloc finds it when tables have just grown."""
 
 Match = tuple[int, int, int, int, int, int, int]
