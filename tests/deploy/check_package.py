@@ -58,7 +58,8 @@ def modules() -> set[str]:
 def test_wheel_holds_every_module_and_nothing_beside_the_package(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {n for n in names if n.endswith(".py")} == modules()
-    assert "kvroute/py.typed" in names
+    assert {"kvroute/py.typed", "kvroute/conductor/_block_index.pyi"} <= names
+    assert [n for n in names if n.endswith(".so")], "the index was not compiled from what the sdist holds"
     assert any(n.endswith(".dist-info/licenses/LICENSE") for n in names)
     assert {n.split("/")[0].split("-")[0] for n in names} == {"kvroute"}
 
