@@ -53,6 +53,8 @@ class Following:
         self._remote = remote
         self._events = events
         self._engines: dict[str, Engine] = {}
+        self._not_followed: dict[str, str] = {}
+        """Workers that publish events which cannot be followed, and why."""
         self._restore: Restore | None = None
         self._started = False
         self._restoring: set[asyncio.Task[None]] = set()
@@ -79,23 +81,24 @@ class Following:
         """Those whose events are followed here, and their ids."""
         return [(self._engines[name], name) for name in self.feed.followed if name in self._engines]
 
-    def healths(self) -> dict[str, WorkerHealth | None]:
-        """By URL, of the workers followed here."""
-        urls = {member.worker.id: member.worker.url for member in self._registry.members.values()}
-        return {urls[name]: self.feed.health(name) for name in self.feed.followed if name in urls}
+    def healths(self) -> dict[str, WorkerHealth]:
+        """By URL, of every worker that is no longer starting."""
+        members = self._registry.members.values()
+        return {m.worker.url: self.health(m.worker.id) for m in members if m.state is not State.STARTING}
 
-    def state(self, worker_id: str) -> dict[str, Any]:
+    def health(self, worker_id: str) -> WorkerHealth:
         """How far the index of a worker is believed, and why not farther."""
         health = self.feed.health(worker_id)
-        held = self._index.held_blocks(worker_id)
-        if health is None:
-            return {"trust": Trust.APPROXIMATE.value, "reasons": ["no_kv_events"], "held_blocks": held}
-        return {
-            "trust": health.trust.value,
-            "reasons": list(health.reasons),
-            "held_blocks": held,
-            "ranks": [to_builtins(holder) for holder in health.holders],
-        }
+        if health is not None:
+            return health
+        if worker_id in self.untrusted:
+            return WorkerHealth(worker_id=worker_id, trust=Trust.LOAD_ONLY, reasons=("restored",))
+        reason = "followed_remotely" if self._remote else self._not_followed.get(worker_id, "no_kv_events")
+        return WorkerHealth(worker_id=worker_id, trust=Trust.APPROXIMATE, reasons=(reason,))
+
+    def state(self, worker_id: str) -> dict[str, Any]:
+        """The same, for people to read."""
+        return {**to_builtins(self.health(worker_id)), "held_blocks": self._index.held_blocks(worker_id)}
 
     # --- workers come and go -------------------------------------------------------------------
 
@@ -135,6 +138,8 @@ class Following:
             task.add_done_callback(self._restoring.discard)
         elif engine.sources:
             self._follow(worker.id, engine, None)
+        elif not self._events:
+            self._not_followed[worker.id] = "switched_off"
 
     async def _follow_restored(self, worker_id: str, engine: Engine, restore: Restore) -> None:
         watermarks = await restore(engine, worker_id)
@@ -166,10 +171,12 @@ class Following:
             )
         except ValueError as error:
             log.warning("unusable kv event sources", worker=member.worker.id, error=str(error))
+            self._not_followed[member.worker.id] = "unusable_sources"
             return ()
 
     def _forget(self, worker_id: str) -> None:
         self.untrusted.discard(worker_id)
+        self._not_followed.pop(worker_id, None)
         if self._engines.pop(worker_id, None) is not None:
             self.feed.unfollow(worker_id)
             if self._remote is not None:

@@ -38,12 +38,17 @@ def index_gauges(index: PrefixIndex) -> Iterator[Metric]:
     yield evicted
 
 
-def feed_gauges(healths: Mapping[str, WorkerHealth | None]) -> Iterator[Metric]:
+def feed_gauges(healths: Mapping[str, WorkerHealth]) -> Iterator[Metric]:
     """Per worker (its URL) and data-parallel rank: trust, lag, sequence, and what went wrong so far."""
     trust = GaugeMetricFamily(
         "kvroute_index_trust",
         "1 for how far a worker's index is believed now, else 0.",
         labels=("worker", "trust"),
+    )
+    reasons = GaugeMetricFamily(
+        "kvroute_index_not_exact",
+        "1 for each reason why a worker's index is not exact.",
+        labels=("worker", "reason"),
     )
     compared = CounterMetricFamily(
         "kvroute_index_compared",
@@ -64,10 +69,10 @@ def feed_gauges(healths: Mapping[str, WorkerHealth | None]) -> Iterator[Metric]:
         "kvroute_kv_events", "KV events of a worker, and what went wrong with them.", labels=(*labels, "kind")
     )
     for url, health in healths.items():
-        if health is None:
-            continue
         for level in Trust:
             trust.add_metric((url, level.value), health.trust is level)
+        for reason in health.reasons:
+            reasons.add_metric((url, reason), 1)
         wrong = health.overpredicted + health.underpredicted
         compared.add_metric((url, "equal"), health.observed - wrong)
         compared.add_metric((url, "fewer"), health.overpredicted)
@@ -82,7 +87,7 @@ def feed_gauges(healths: Mapping[str, WorkerHealth | None]) -> Iterator[Metric]:
             held.add_metric(at, holder.held_blocks)
             for kind, count in holder.counters.items():
                 counted.add_metric((*at, kind), count)
-    yield from (trust, compared, seq, lag, waiting, parked, held, counted)
+    yield from (trust, reasons, compared, seq, lag, waiting, parked, held, counted)
 
 
 def hit_gauges(account: HitAccount) -> Iterator[Metric]:

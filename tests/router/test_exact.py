@@ -198,3 +198,27 @@ async def test_why_tokens_are_not_known_is_counted() -> None:
         assert 'kvroute_prompts_total{mode="tokens"} 1.0' in metrics
         assert 'kvroute_prompts_approximate_total{reason="multimodal"} 1.0' in metrics
         assert 'kvroute_prompts_approximate_total{reason="route"} 1.0' in metrics
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"prefix_index": {"kv_events": False}}, "switched_off"),
+        ({"workers": [{"kv_events": {"endpoint": "tcp://*:70000"}}]}, "unusable_sources"),
+        ({"events": False}, "no_kv_events"),
+    ],
+)
+async def test_why_an_index_is_not_exact_is_a_metric(fields: dict[str, Any], reason: str) -> None:
+    events = fields.pop("events", True)
+    async with MockFleet(MockOptions(speed=math.inf, kv_events=events)) as fleet:
+        (url,) = fleet.urls
+        workers = [{"url": url, **worker} for worker in fields.pop("workers", [{}])]
+        server = GatewayServer(fast_config(**{"policy": "prefix_affinity", **fields, "workers": workers}))
+        await server.start()
+        try:
+            await until(lambda: server.registry.usable)
+            metrics = server.metrics.render().decode()
+            assert f'kvroute_index_not_exact{{reason="{reason}",worker="{url}"}} 1.0' in metrics
+            assert f'kvroute_index_trust{{trust="approximate",worker="{url}"}} 1.0' in metrics
+        finally:
+            await server.stop()
