@@ -87,6 +87,7 @@ class PrefixIndex:
         if not prediction_s >= 0:
             raise ValueError(f"prediction_s must be 0 or more, not {prediction_s}")
         self.max_bytes = max_bytes
+        self._confirmed_limit = int(max_bytes * (1 - PREDICTED_SHARE))
         self.blocks: BlockIndex = make_block_index()
         """Confirmed blocks. Events are applied to it directly, see `slot`."""
         self.evicted_confirmed = 0
@@ -219,6 +220,15 @@ class PrefixIndex:
 
         The prompt is keyed once per block size in the fleet. Of several ranks the best counts.
         """
+        if len(keys_by_block_tokens) == 1:  # the way of most requests, without what they do not need
+            ((block_tokens, keys),) = keys_by_block_tokens.items()
+            if keys.mode is KeyMode.BYTES:
+                return [
+                    PrefixMatch(blocks * block_tokens, predicted_tokens=blocks * block_tokens)
+                    if blocks
+                    else NO_MATCH
+                    for blocks in self._routed.match(keys.keys, worker_ids)
+                ]
         confirmed: dict[str, _Best] = {}
         predicted: dict[str, int] = {}
         for block_tokens, keys in keys_by_block_tokens.items():
@@ -336,8 +346,10 @@ class PrefixIndex:
         return more
 
     def _keep_bound(self) -> None:
-        confirmed_limit = int(self.max_bytes * (1 - PREDICTED_SHARE))
-        if self.blocks.bytes_used > confirmed_limit:
+        confirmed_bytes, confirmed_limit = self.blocks.bytes_used, self._confirmed_limit
+        if confirmed_bytes <= confirmed_limit and confirmed_bytes + self._predicted_bytes <= self.max_bytes:
+            return
+        if confirmed_bytes > confirmed_limit:
             while self.blocks.sweep():
                 pass
             if self.blocks.bytes_used > confirmed_limit:
