@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import subprocess
@@ -168,3 +169,43 @@ async def test_a_fault_in_a_real_process_is_one_line_without_a_traceback() -> No
     assert (status, out) == (2, "")
     assert err.startswith("kvroute: port: Input should be a valid integer")
     assert err.count("\n") == 1
+
+
+def test_bench_index_has_the_figures_that_reports_read(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    arguments = [
+        "--workers",
+        "2",
+        "--blocks",
+        "10000",
+        "--shape",
+        "shared",
+        "--reps",
+        "4",
+        "--event-blocks",
+        "7",
+    ]
+    result = CliRunner().invoke(app, ["bench", "index", *arguments, "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    figures = json.loads(path.read_text())
+    assert json.loads(result.stdout) == figures
+    assert figures["apply_entries_per_s"] > 0
+    assert figures["bytes_per_entry"] > 0
+    assert {(row["kind"], row["n"]) for row in figures["find"]} == {
+        (kind, n) for kind in ("hit", "miss0", "half") for n in (100, 1000, 5000)
+    }
+    assert all(row[name] > 0 for row in figures["find"] for name in ("p50_us", "p99_us", "cpu_us"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--shape", "round"], "shape must be one of disjoint, shared, chat"),
+        (["--workers", "0"], "workers must be at least 1"),
+        (["--json", "/nowhere/at/all", "--blocks", "1000", "--reps", "1"], "--json: /nowhere/at/all"),
+    ],
+)
+def test_bench_index_names_what_it_cannot_use(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "index", *arguments])
+    assert result.exit_code == 2
+    assert said in result.output

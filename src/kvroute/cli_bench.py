@@ -19,6 +19,7 @@ def index(
     blocks: Annotated[int, typer.Option(help="(Worker, block) pairs to store.")] = 1_000_000,
     shape: Annotated[str, typer.Option(help="disjoint, shared or chat.")] = "disjoint",
     event_blocks: Annotated[int, typer.Option(help="Blocks per event.")] = 64,
+    reps: Annotated[int, typer.Option(help="Lookups of each kind and depth.")] = 2000,
     peer: Annotated[
         Path | None, typer.Option(help="Python with ai-dynamo-runtime: its RadixTree in the same run.")
     ] = None,
@@ -28,7 +29,9 @@ def index(
     from kvroute.loadtests.bench_index import IndexBench, run_bench_index
 
     try:
-        bench = IndexBench(workers, blocks, shape, event_blocks, peer)
+        bench = IndexBench(
+            workers=workers, entries=blocks, shape=shape, event_blocks=event_blocks, reps=reps, peer=peer
+        )
     except ValueError as error:
         _fail(error)
     result = run_bench_index(bench)
