@@ -108,6 +108,8 @@ class Engine:
     """Status of /health; None never answers."""
     metrics: str | None = ""
     """Body of /metrics; None never answers."""
+    kv_event_sources: dict[str, Any] | None = None
+    """Answer of /kv_event_sources; None is 404."""
     keeps_probes: bool = True
     """False closes the connection of every probe, so that traffic finds none of them in the pool."""
     host: str = "127.0.0.1"
@@ -187,6 +189,8 @@ class Engine:
         elif request.target == "/v1/models":
             cards = [{"id": name, "object": "model", "owned_by": "vllm"} for name in self.models]
             await wire.answer(200, json.dumps({"object": "list", "data": cards}).encode(), *close)
+        elif request.target == "/kv_event_sources" and self.kv_event_sources is not None:
+            await wire.answer(200, json.dumps(self.kv_event_sources).encode(), *close)
         else:
             await wire.answer(404, b"{}", *close)
         return True
