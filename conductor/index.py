@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import structlog
 from msgspec import Struct
 
 from kvroute.clock import Clock
@@ -23,6 +24,8 @@ from kvroute.conductor.recent import RecentPredictions
 from kvroute.types import NO_MATCH, KeyMode, PrefixMatch, PromptKeys
 
 __all__ = ["Holder", "HolderMatch", "PrefixIndex", "pack_keys"]
+
+log = structlog.get_logger(__name__)
 
 PREDICTED_SHARE = 1 / 16
 """Of the bound: kept for predictions even where confirmed blocks alone would fill it all."""
@@ -353,7 +356,11 @@ class PrefixIndex:
             while self.blocks.sweep():
                 pass
             if self.blocks.bytes_used > confirmed_limit:
-                self.evicted_confirmed += self.blocks.evict(int(confirmed_limit * EVICT_TO))
+                evicted = self.blocks.evict(int(confirmed_limit * EVICT_TO))
+                self.evicted_confirmed += evicted
+                log.warning(
+                    "the index is full of confirmed blocks", max_bytes=self.max_bytes, evicted=evicted
+                )
         room = self.max_bytes - self.blocks.bytes_used
         while len(self._recent) and self._predicted_bytes > room:
             self._evicted_recent += self._recent.drop_oldest()

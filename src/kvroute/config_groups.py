@@ -178,7 +178,9 @@ class PrefixIndex(Group):
         default=512, description="block of a prompt whose tokens are not known"
     )
     max_bytes: Annotated[int, Field(ge=2**20)] = Field(
-        default=256 * 2**20, description="predictions go first when it is full"
+        default=512 * 2**20,
+        description="memory of the index; a confirmed block takes about 40 bytes per engine that holds it. "
+        "Predictions go first when it is full; that confirmed blocks must go, which takes a moment, is logged",
     )
     prediction_s: Seconds = Field(
         default=10.0, description="a prediction that events have not confirmed by then is forgotten"
