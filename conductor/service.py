@@ -52,7 +52,7 @@ class ConductorOptions:
     """0 takes a free one."""
     lookup: str | None = None
     """Where gateways' lookups are taken: unix:///path or tcp://host:port."""
-    max_bytes: int = 256 * 2**20
+    max_bytes: int = 512 * 2**20
     prediction_s: float = 10.0
     snapshot_file: Path | None = None
     snapshot_interval_s: float = 60.0

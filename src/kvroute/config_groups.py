@@ -180,7 +180,7 @@ class PrefixIndex(Group):
     max_bytes: Annotated[int, Field(ge=2**20)] = Field(
         default=512 * 2**20,
         description="memory of the index; a confirmed block takes about 40 bytes per engine that holds it. "
-        "Predictions go first when it is full; that confirmed blocks must go, which takes a moment, is logged",
+        "Predictions go first when it is full; when confirmed blocks must go, it takes a moment and is logged",
     )
     prediction_s: Seconds = Field(
         default=10.0, description="a prediction that events have not confirmed by then is forgotten"
