@@ -5,21 +5,22 @@ Our keys come from the event's token ids and the parent's key; nothing depends o
 
 from __future__ import annotations
 
-import logging
 from array import array
 from collections import Counter
 
 import msgspec
+import structlog
 
 from kvroute.conductor.events.batches import Batch, Cleared, Removed, Stored
 from kvroute.conductor.events.identity import Roots, identify
+from kvroute.conductor.events.limits import DEFAULTS, FeedLimits
 from kvroute.conductor.events.objects import Objects, Resolve
 from kvroute.conductor.events.orphans import Orphans
 from kvroute.conductor.events.pages import Pages
 from kvroute.conductor.index import Holder, PrefixIndex
 from kvroute.conductor.keys import Namespace, chain_keys
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
 
 DENSE = (None, "full_attention", "mla_attention", "sink_full_attention")
 """Kinds of attention whose blocks can be reused as a prefix; None is an engine that has no other."""
@@ -57,18 +58,17 @@ class Applier:
         block_tokens: int | None = None,
         min_block_tokens: int = 1,
         silent_tier_blocks: int = 0,
-        parked_bytes: int = 4 * 2**20,
-        parked_s: float = 30.0,
+        limits: FeedLimits = DEFAULTS,
         resolve: Resolve | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
-        self.orphans = Orphans(parked_bytes, parked_s)
+        self.orphans = Orphans(limits.parked_bytes, limits.parked_s)
         self.flaws: set[str] = set()
         """What went wrong since the last clear, in the words of `trust.REASONS`."""
         self.silent_tier_blocks = silent_tier_blocks
         self._index = index
         self._blocks = index.blocks
-        self._holder = holder
+        self.holder = holder
         self._min_block_tokens = min_block_tokens
         self._objects = Objects(index, holder, self.counts, resolve)
         self._roots = Roots(namespace)
@@ -147,7 +147,7 @@ class Applier:
         self._groups.clear()
         self._pages = None
         if self._slot is not None:
-            self._index.clear(self._holder)
+            self._index.clear(self.holder)
             self._attach()
 
     # Stored
@@ -296,13 +296,14 @@ class Applier:
         if self._slot is not None and pages * block_tokens != self._block_tokens:
             self.counts["block_size_changes"] += 1
             log.warning(
-                "%s: blocks of %d tokens were expected, its events have %d: it starts empty with these",
-                self._holder,
-                self._block_tokens,
-                block_tokens,
+                "events have another block size, the index of the holder starts empty",
+                worker=self.holder.worker_id,
+                dp_rank=self.holder.dp_rank,
+                expected_tokens=self._block_tokens,
+                block_tokens=block_tokens,
             )
         self._block_tokens = pages * block_tokens
-        self._index.add_holder(self._holder, self._block_tokens, self.silent_tier_blocks)
+        self._index.add_holder(self.holder, self._block_tokens, self.silent_tier_blocks)
         self._attach()
         self.orphans.clear()
         self._pages = None
@@ -311,7 +312,7 @@ class Applier:
 
     def _attach(self) -> None:
         try:
-            self._slot = self._index.slot(self._holder)
+            self._slot = self._index.slot(self.holder)
         except KeyError:
             self._slot = None
 

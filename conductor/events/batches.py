@@ -61,8 +61,6 @@ class StoreChange(Struct, frozen=True, gc=False):
     """stored, removed or cleared."""
     hashes: bytes
     tier: Tier | None
-    backend: str = ""
-    tenant: str = ""
     object_key: str = ""
 
 

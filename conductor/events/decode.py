@@ -27,9 +27,9 @@ from kvroute.conductor.events.batches import (
     fold_one,
     tier_of,
 )
+from kvroute.conductor.events.limits import DEFAULTS
 from kvroute.conductor.keys import pack_ids
 
-PAYLOAD_BYTES = 16 * 2**20
 MAX_EVENTS = 2**18
 """Of one batch: engines with pages of one token send an event for each."""
 MAX_BLOCKS = 2**17
@@ -38,7 +38,7 @@ END_OF_REPLAY = b"\xff" * 8
 _FAILURES = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError, TypeError)
 
 
-def decode(frames: Sequence[bytes], payload_bytes: int = PAYLOAD_BYTES) -> Batch | Undecodable:
+def decode(frames: Sequence[bytes], payload_bytes: int = DEFAULTS.payload_bytes) -> Batch | Undecodable:
     """One message, live or replayed; never raises."""
     if len(frames) == 4 and not frames[0]:
         frames = frames[1:]
@@ -189,8 +189,6 @@ class _StoreMap(Struct):
     event_type: str
     seq_hashes: _Hashes = []
     medium: str | None = None
-    backend_id: str | int = ""
-    tenant_id: str | int = ""
     object_key: str = ""
 
 
@@ -277,8 +275,6 @@ def _store_change(raw: Raw, action: str) -> StoreChange | None:
         action,
         fold(wire.seq_hashes),
         tier_of(wire.medium or "cpu"),
-        str(wire.backend_id),
-        str(wire.tenant_id),
         wire.object_key,
     )
 

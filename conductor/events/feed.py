@@ -12,7 +12,7 @@ import zmq.asyncio
 from kvroute.clock import Clock, monotonic
 from kvroute.conductor.events.actions import Watermark
 from kvroute.conductor.events.apply import Applier
-from kvroute.conductor.events.limits import FeedLimits
+from kvroute.conductor.events.limits import DEFAULTS, FeedLimits
 from kvroute.conductor.events.sources import EventSource
 from kvroute.conductor.events.stream import Stream
 from kvroute.conductor.events.subscriber import Subscriber
@@ -49,13 +49,13 @@ class EventFeed:
         *,
         clock: Clock = monotonic,
         wall_s: Callable[[], float] = time.time,
-        limits: FeedLimits | None = None,
+        limits: FeedLimits = DEFAULTS,
         on_trust: TrustObserver | None = None,
     ) -> None:
         self._index = index
         self._clock = clock
         self._wall_s = wall_s
-        self._limits = limits or FeedLimits()
+        self._limits = limits
         self._on_trust = on_trust
         self._context = zmq.asyncio.Context()
         self._workers: dict[str, _Followed] = {}
@@ -112,8 +112,7 @@ class EventFeed:
                 block_tokens=held_block_tokens,
                 min_block_tokens=min_block_tokens,
                 silent_tier_blocks=silent_tier_blocks,
-                parked_bytes=self._limits.parked_bytes,
-                parked_s=self._limits.parked_s,
+                limits=self._limits,
                 resolve=self._resolve,
             )
             followed.subscribers[source.dp_rank] = Subscriber(

@@ -26,3 +26,6 @@ class FeedLimits:
     """An idle publisher is asked for its last batch this often: was one missed, has it restarted?"""
     slice_s: float = 0.002
     """Work on batches at a stretch, before others get their turn."""
+
+
+DEFAULTS = FeedLimits()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import structlog
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
@@ -23,7 +23,7 @@ from kvroute.conductor.events.sources import EventSource
 from kvroute.conductor.events.stream import Stream
 from kvroute.conductor.events.trust import HolderHealth, trust_of
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
 
 RECEIVE_BATCHES = 4096
 """Kept by ZMQ when this process is busy; the publisher drops what is beyond, which shows as a gap."""
@@ -57,6 +57,9 @@ class Subscriber:
         self.connections = 0
         self.slow_slices = 0
         self.settled = asyncio.Event()
+        self._log = log.bind(
+            worker=applier.holder.worker_id, dp_rank=source.dp_rank, endpoint=source.endpoint
+        )
         self._connected = False
         self._limits = limits
         self._clock = clock
@@ -174,7 +177,7 @@ class Subscriber:
                 attach(self.source.endpoint)
                 return
             except zmq.ZMQError as error:
-                log.warning("no socket at %s, trying again: %s", self.source.endpoint, error)
+                self._log.warning("event socket not opened, trying again", error=str(error))
                 await asyncio.sleep(_ATTACH_AGAIN_S)
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
@@ -198,7 +201,7 @@ class Subscriber:
             self._todo.extend(self.stream.undecodable(message))
             count = self.stream.counts["undecodable"]
             if not count & (count - 1):
-                log.warning("%s: %d messages not read (%s)", self.source.endpoint, count, message.reason)
+                self._log.warning("event messages not read", messages=count, reason=message.reason)
 
     def _schedule_check(self, after_s: float) -> None:
         if self._check is not None:
@@ -244,13 +247,13 @@ class Subscriber:
             try:
                 self.applier.apply(batch, self._clock())
             except Exception:
-                log.exception("%s: batch %d could not be applied", self.source.endpoint, batch.seq)
+                self._log.exception("event batch not applied", seq=batch.seq)
                 self.applier.counts["failed_batches"] += 1
                 self.applier.flaws.add("bad_events")
             self.applied = Watermark(batch.seq, batch.digest, self.stream.complete)
             self.lag_s = max(0.0, self._wall_s() - batch.ts_s) if batch.ts_s else None
         elif isinstance(action, Clear):
-            log.warning("%s: what was known is forgotten (%s)", self.source.endpoint, action.reason)
+            self._log.warning("what events told is forgotten", reason=action.reason)
             self.applier.clear()
             self.applied = Watermark()
             self._cleared(action.reason)
@@ -336,4 +339,4 @@ class Subscriber:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            log.error("%s: events are no longer followed", self.source.endpoint, exc_info=task.exception())
+            self._log.error("events are no longer followed", exc_info=task.exception())

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from kvroute.conductor.events.apply import INSISTENCE, Applier
+from kvroute.conductor.events.limits import FeedLimits
 from kvroute.conductor.index import Holder, PrefixIndex
 from kvroute.conductor.keys import Namespace, pack_extras, token_keys
 from kvroute.types import PromptKeys
@@ -235,7 +236,7 @@ def test_a_parked_block_that_went_to_a_lower_tier_is_there() -> None:
 
 
 def test_parked_events_expire_and_say_so() -> None:
-    bench = Bench(parked_s=10.0)
+    bench = Bench(limits=FeedLimits(parked_s=10.0))
     bench.happens(chain(3, 4))
     bench.now_s = 9.0
     bench.happens(chain(1, 1))
@@ -251,7 +252,7 @@ def test_parked_events_expire_and_say_so() -> None:
 
 
 def test_parking_is_bounded() -> None:
-    bench = Bench(parked_bytes=10_000)
+    bench = Bench(limits=FeedLimits(parked_bytes=10_000))
     for number in range(1000):
         bench.happens(stored([number + 5000], TOKENS[:4], number + 9000))
     assert len(bench.applier.orphans) < 20

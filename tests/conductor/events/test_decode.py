@@ -200,7 +200,7 @@ def test_the_master_of_a_mooncake_store() -> None:
         "seq_hashes": [5, 6],
         "object_key": "k",
     }
-    expected = StoreChange("stored", packed(5, 6), Tier.DISK, "node-1", "default", "k")
+    expected = StoreChange("stored", packed(5, 6), Tier.DISK, "k")
     for payload in ([1.0, [change]], [change], change):
         decoded = decode([b"", bytes(8), encode(payload)])
         assert isinstance(decoded, Batch)
