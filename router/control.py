@@ -144,8 +144,11 @@ def _explain_routes(explainer: Explainer, authorised: Any) -> APIRouter:
     routes = APIRouter(prefix="/admin/explain", dependencies=[authorised])
 
     @routes.post("")
-    async def explain(request: Request, path: str = "/v1/chat/completions") -> dict[str, Any]:
-        """What each worker holds of the prompt of this body, were it sent to `path`."""
+    async def explain(request: Request, path: str | None = None) -> dict[str, Any]:
+        """What each worker holds of the prompt of this body, were it sent to `path`.
+
+        By default that is /v1/completions for a body with a `prompt`, else /v1/chat/completions.
+        """
         return await explainer.explain(path, await request.body())
 
     return routes

@@ -7,12 +7,13 @@ from typing import Any
 from msgspec.structs import asdict
 
 from kvroute.clock import monotonic
-from kvroute.conductor.tokens.registry import needs_later
+from kvroute.conductor.prompts import ROUTES
 from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.exchange import Services
-from kvroute.router.parsed_request import ParsedRequest
+from kvroute.router.parsed_request import PARSE_IN_THREAD_BYTES, ParsedRequest
 from kvroute.router.request_view import MalformedBody, parse_request
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 JSON = {b"content-type": b"application/json"}
 
 
@@ -22,9 +23,15 @@ class Explainer:
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    async def explain(self, path: str, body: bytes) -> dict[str, Any]:
+    async def explain(self, path: str | None, body: bytes) -> dict[str, Any]:
         """Prompt keys, and what each eligible worker holds of them. GatewayError as for a request."""
         services = self._services
+        path = path or (COMPLETIONS if b'"prompt"' in body and b'"messages"' not in body else CHAT)
+        if path.encode() not in ROUTES:
+            known = ", ".join(sorted(route.decode() for route in ROUTES))
+            raise GatewayError(
+                Failure.MALFORMED, f"path: {path!r} carries no prompt; accepted: {known}", param="path"
+            )
         parsed = await self._parse(path.encode(), body)
         prompt = services.knowledge.prompt(parsed)
         eligible = services.registry.eligible(parsed.view.model, monotonic())
@@ -36,6 +43,8 @@ class Explainer:
             "model": parsed.view.model,
             "policy": services.dispatcher.policy_name,
             "keys": None if prompt.mode is None else prompt.mode.value,
+            "path": path,
+            "why_no_keys": services.knowledge.make_keys(parsed)[1],
             "why_not_tokens": parsed.no_tokens,
             "prompt_tokens": parsed.view.prompt_tokens,
             "block_tokens": [] if first is None else sorted(prompt.sets[0]),
@@ -54,8 +63,8 @@ class Explainer:
         }
 
     async def _parse(self, path: bytes, body: bytes) -> ParsedRequest:
-        if needs_later(len(body)):
-            message = "explain takes bodies of up to 128 KiB"
+        if len(body) > PARSE_IN_THREAD_BYTES:
+            message = f"explain takes bodies of up to {PARSE_IN_THREAD_BYTES // 2**10} KiB"
             raise GatewayError(Failure.MALFORMED, message)
         tokens = self._services.tokens
         try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -23,6 +24,10 @@ log = structlog.get_logger(__name__)
 DEFAULT_BLOCK_TOKENS = 16
 """Where no worker has said what its blocks are."""
 SWEEP_PAUSE_S = 0.02
+CONNECT_WITHIN_S = 5.0
+"""Until it is said that nobody answers where a worker's events should come from."""
+STARTING = frozenset({"restored", "connecting", "replaying"})
+"""Reasons of an index that is not exact yet, and of no concern."""
 
 Restore = Callable[[Engine, str], Awaitable[Mapping[int, Watermark] | None]]
 """Brings the blocks of an engine into the index under a worker id; None when there are none of it."""
@@ -106,7 +111,11 @@ class Following:
         if member.state is State.GONE:
             self._forget(member.worker.id)
         elif self._started and member.state is State.READY and member.worker.id not in self._engines:
-            self._announce(member)
+            if self._events and member.config.kv_events is None and member.kv_event_sources is None:
+                self._not_followed[member.worker.id] = "sources_unknown"  # it is asked again
+            else:
+                self._not_followed.pop(member.worker.id, None)
+                self._announce(member)
         self._collect_block_sizes()
 
     def _announce(self, member: Member) -> None:
@@ -119,7 +128,11 @@ class Following:
             worker.block_size_tokens,
             silent_tier_blocks=member.config.silent_tier_blocks,
         )
-        log.info("index", worker=worker.id, kv_event_sources=[source.endpoint for source in engine.sources])
+        endpoints = [source.endpoint for source in engine.sources]
+        log.info("kv events", worker=worker.id, endpoints=endpoints)
+        if endpoints:
+            loop = asyncio.get_running_loop()
+            loop.call_later(CONNECT_WITHIN_S, self._check_connected, worker.id, endpoints)
         if self._remote is not None:
             self._remote.follow(
                 worker.id,
@@ -140,38 +153,53 @@ class Following:
             self._follow(worker.id, engine, None)
         elif not self._events:
             self._not_followed[worker.id] = "switched_off"
+        elif member.refuses_event_sources:
+            self._not_followed[worker.id] = "sources_refused"
+
+    def _check_connected(self, worker_id: str, endpoints: Sequence[str]) -> None:
+        health = self.feed.health(worker_id)
+        if health is not None and "connecting" in health.reasons:
+            log.warning("no publisher of kv events has answered", worker=worker_id, endpoints=endpoints)
 
     async def _follow_restored(self, worker_id: str, engine: Engine, restore: Restore) -> None:
-        watermarks = await restore(engine, worker_id)
+        try:
+            watermarks = await restore(engine, worker_id)
+        except Exception:  # whatever is in the file, the worker is followed from here on
+            log.exception("not restored", worker=worker_id)
+            watermarks = None
         if worker_id in self._engines:
             self._follow(worker_id, engine, watermarks)
-            self._trust_changed(worker_id, self.feed.trust(worker_id), ())
+            self._note_trust(worker_id, self.feed.trust(worker_id))
 
     def _follow(self, worker_id: str, engine: Engine, watermarks: Mapping[int, Watermark] | None) -> None:
-        self.feed.follow(
-            worker_id,
-            engine.sources,
-            engine.namespace,
-            block_tokens=engine.block_tokens,
-            silent_tier_blocks=engine.silent_tier_blocks,
-            restored=watermarks,
-        )
+        try:
+            self.feed.follow(
+                worker_id,
+                engine.sources,
+                engine.namespace,
+                block_tokens=engine.block_tokens,
+                silent_tier_blocks=engine.silent_tier_blocks,
+                restored=watermarks,
+            )
+        except ValueError as error:
+            self._cannot_follow(worker_id, error)
+
+    def _cannot_follow(self, worker_id: str, error: ValueError) -> None:
+        log.warning("unusable kv event sources", worker=worker_id, error=str(error))
+        self._not_followed[worker_id] = "unusable_sources"
 
     def _sources(self, member: Member) -> tuple[EventSource, ...]:
         given = member.config.kv_events
         host = member.endpoint.authority.rpartition(":")[0] or "127.0.0.1"
         try:
             if given is None:
-                return discovered_sources(member.kv_event_sources, host)
-            bind = "://*" in given.endpoint
-            first = EventSource(given.endpoint, given.replay_endpoint, topic=given.topic, bind=bind)
-            return tuple(
-                source if bind else source.at(host)
-                for source in first.ranks(member.worker.data_parallel_size)
-            )
+                return discovered_sources(member.kv_event_sources or {}, host)
+            first = EventSource(given.endpoint, given.replay_endpoint, topic=given.topic).at(host)
+            if "://*" in given.endpoint:  # we bind; whom to ask for replays is the engine all the same
+                first = replace(first, endpoint=given.endpoint, bind=True)
+            return first.ranks(member.worker.data_parallel_size)
         except ValueError as error:
-            log.warning("unusable kv event sources", worker=member.worker.id, error=str(error))
-            self._not_followed[member.worker.id] = "unusable_sources"
+            self._cannot_follow(member.worker.id, error)
             return ()
 
     def _forget(self, worker_id: str) -> None:
@@ -194,9 +222,13 @@ class Following:
 
     # --- what is learned of them ---------------------------------------------------------------
 
-    def _trust_changed(self, worker_id: str, trust: Trust, reasons: tuple[str, ...]) -> None:
-        tell = log.info if trust is Trust.EXACT else log.warning
+    def _trust_changed(self, worker_id: str, trust: Trust, _reasons: tuple[str, ...]) -> None:
+        reasons = self.health(worker_id).reasons
+        tell = log.info if STARTING.issuperset(reasons) else log.warning
         tell("index trust", worker=worker_id, trust=trust.value, reasons=reasons)
+        self._note_trust(worker_id, trust)
+
+    def _note_trust(self, worker_id: str, trust: Trust) -> None:
         if trust is Trust.LOAD_ONLY:
             self.untrusted.add(worker_id)
         else:

@@ -93,6 +93,8 @@ class Prober:
                 models = await self._get(member, "/v1/models")
                 if models is not None:
                     self._take_models(member, models)
+                if member.kv_event_sources is None:
+                    await self._ask_for_event_sources(member)
             pause_s = self._options.interval_s * (0.25 if member.state is State.STARTING else 1.0)
             await asyncio.sleep(
                 max(0.0, pause_s - (monotonic() - started_s)) * self._random.uniform(0.9, 1.0)
@@ -168,9 +170,18 @@ class Prober:
         size = None if answer is None else read_server_info(_read_json(answer))
         if size is not None:
             self._registry.update(member, block_size_tokens=size)
-        sources = await self._get(member, "/kv_event_sources")
-        member.kv_event_sources = {} if sources is None else read_event_sources(_read_json(sources))
+        await self._ask_for_event_sources(member)
         return None
+
+    async def _ask_for_event_sources(self, member: Member) -> None:
+        """Learn where it publishes its KV events; asked again later when it was too busy to say."""
+        answer = await self._get(member, "/kv_event_sources")
+        if answer is None or answer.status >= 500:
+            return
+        if answer.status in (401, 403):
+            log.warning("kv event sources refused", worker=member.worker.id, status=answer.status)
+            member.refuses_event_sources = True
+        self._registry.set_event_sources(member, read_event_sources(_read_json(answer)))
 
     def _take_models(self, member: Member, answer: Answer) -> bool:
         """Learn from an answer of /v1/models; False when it holds no list, and then what was known stays."""

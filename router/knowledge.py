@@ -11,7 +11,7 @@ from kvroute.clock import Clock, monotonic
 from kvroute.conductor.hits import HitAccount, PrefillCost
 from kvroute.conductor.index import PrefixIndex
 from kvroute.conductor.remote import RemoteConductor, RemoteOptions
-from kvroute.config import Config
+from kvroute.config import Config, ConfigError
 from kvroute.router.following import Following, Restore
 from kvroute.router.knowledge_gauges import feed_gauges, hit_gauges, index_gauges, remote_gauges
 from kvroute.router.metrics import Metrics
@@ -48,9 +48,12 @@ class Knowledge:
     ) -> None:
         options, remote = config.prefix_index, config.conductor
         self.index = PrefixIndex(options.max_bytes, clock, options.prediction_s)
-        self.remote = (
-            RemoteConductor(RemoteOptions(remote.connect, remote.budget_s), clock) if remote.connect else None
-        )
+        self.remote = None
+        if remote.connect is not None:
+            try:
+                self.remote = RemoteConductor(RemoteOptions(remote.connect, remote.budget_s), clock)
+            except ValueError as error:
+                raise ConfigError(f"conductor.connect: {error}") from None
         self.following = Following(registry, self.index, self.remote, events=options.kv_events, clock=clock)
         costs = {name: PrefillCost(**vars(model.prefill)) for name, model in config.models.items()}
         self.hits = HitAccount(clock, costs)

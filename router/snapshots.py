@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -44,26 +43,28 @@ class IndexSnapshots:
         knowledge: Knowledge,
         metrics: Metrics,
     ) -> None:
+        """Without a `path` of its own, a file in the system's temporary directory is on the way to Redis."""
+        self._given = path
         self._shared = shared
         self._interval_s = interval_s
         self._knowledge = knowledge
-        self._scratch = tempfile.TemporaryDirectory(prefix="kvroute-") if path is None else None
-        self._path = Path(self._scratch.name) / "index" if self._scratch is not None else path
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._snapshot: Snapshot | None = None
         self._keeper: asyncio.Task[None] | None = None
         self.counts: Counter[str] = Counter()
-        """By result: saved, failed, restored, and refused with the reason."""
+        """By result: saved, failed, restored, refused_REASON; skipped_REASON of workers not in the file."""
         metrics.add_source(self)
 
     async def start(self) -> None:
         """Open what there is; to be awaited before workers are followed."""
-        assert self._path is not None
-        with contextlib.suppress(OSError):
-            await self._fetch(self._path)
         try:
-            self._snapshot = await Snapshot.open(self._path)
+            path = self._path()
+            await self._fetch(path)
+            self._snapshot = await Snapshot.open(path)
         except SnapshotRefused as refused:
             self._refused(refused)
+        except OSError as error:
+            self._failed(error)
         self._keeper = asyncio.get_running_loop().create_task(self._keep())
 
     async def stop(self) -> None:
@@ -79,12 +80,25 @@ class IndexSnapshots:
         if self._scratch is not None:
             self._scratch.cleanup()
 
+    def _path(self) -> Path:
+        """Where the file is; OSError when there is no place for it."""
+        if self._given is not None:
+            if not self._given.parent.is_dir():
+                raise FileNotFoundError(f"conductor.snapshot_file: {self._given.parent} is no directory")
+            return self._given
+        if self._scratch is None:
+            self._scratch = tempfile.TemporaryDirectory(prefix="kvroute-")
+        return Path(self._scratch.name) / "index"
+
     async def _fetch(self, path: Path) -> None:
         if self._shared is None or await asyncio.to_thread(path.exists):
             return
         found = await self._shared.fetch_snapshot(NAME)
-        if found is not None and found.version == FORMAT:
-            await asyncio.to_thread(path.write_bytes, found.data)
+        if found is None:
+            return
+        if found.version != FORMAT:
+            raise SnapshotRefused("version", f"Redis has a snapshot of format {found.version}, not {FORMAT}")
+        await asyncio.to_thread(path.write_bytes, found.data)
 
     async def restore(self, engine: Engine, worker_id: str) -> dict[int, Watermark] | None:
         """Bring what the snapshot has of an engine into the index under this id, and how far it goes."""
@@ -109,18 +123,24 @@ class IndexSnapshots:
             await self._save()
 
     async def _save(self) -> None:
-        path, knowledge = self._path, self._knowledge
-        assert path is not None
+        knowledge = self._knowledge
         try:
+            path = self._path()
             saved = await save(path, knowledge.index, knowledge.following.feed, knowledge.following.engines())
+            stored = True
             if self._shared is not None and saved.workers:
                 data = await asyncio.to_thread(path.read_bytes)
-                await self._shared.store_snapshot(NAME, data, FORMAT)
+                stored = await self._shared.store_snapshot(NAME, data, FORMAT)
         except OSError as error:
-            self.counts["failed"] += 1
-            log.warning("snapshot not saved", file=str(path), error=str(error))
+            self._failed(error)
             return
-        self.counts["saved"] += 1
+        self.counts["saved" if stored else "not_stored_in_redis"] += 1
+        for reason, workers in saved.skipped.items():
+            self.counts[f"skipped_{reason}"] += workers
+
+    def _failed(self, error: OSError) -> None:
+        self.counts["failed"] += 1
+        log.warning("no index snapshot", error=str(error))
 
     def gauges(self) -> Iterator[Metric]:
         family = CounterMetricFamily(

@@ -68,8 +68,10 @@ class Member:
     started_at: float | None = None
     """The engine's own process_start_time_seconds."""
     ready_since_s: float = 0.0
-    kv_event_sources: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Where each data-parallel rank publishes its KV events, as the engine says."""
+    kv_event_sources: Mapping[str, Mapping[str, Any]] | None = None
+    """Where each data-parallel rank publishes its KV events, as the engine says; None until it has said."""
+    refuses_event_sources: bool = False
+    """It wants other credentials before it says where."""
     cards: Sequence[dict[str, Any]] = ()
     """Its cards of /v1/models, every field kept."""
     host_line: bytes = field(init=False)
@@ -255,6 +257,11 @@ class Registry:
         if worker != member.worker:
             member.worker = worker
             self._notify(member)
+
+    def set_event_sources(self, member: Member, sources: Mapping[str, Mapping[str, Any]]) -> None:
+        """The engine has said where it publishes its KV events, or that it publishes none."""
+        member.kv_event_sources = sources
+        self._notify(member)
 
     def _notify(self, member: Member) -> None:
         self.changed()

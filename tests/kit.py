@@ -108,8 +108,8 @@ class Engine:
     """Status of /health; None never answers."""
     metrics: str | None = ""
     """Body of /metrics; None never answers."""
-    kv_event_sources: dict[str, Any] | None = None
-    """Answer of /kv_event_sources; None is 404."""
+    kv_event_sources: dict[str, Any] | int = 404
+    """Answer of /kv_event_sources, or its status when it is none."""
     keeps_probes: bool = True
     """False closes the connection of every probe, so that traffic finds none of them in the pool."""
     host: str = "127.0.0.1"
@@ -189,8 +189,10 @@ class Engine:
         elif request.target == "/v1/models":
             cards = [{"id": name, "object": "model", "owned_by": "vllm"} for name in self.models]
             await wire.answer(200, json.dumps({"object": "list", "data": cards}).encode(), *close)
-        elif request.target == "/kv_event_sources" and self.kv_event_sources is not None:
-            await wire.answer(200, json.dumps(self.kv_event_sources).encode(), *close)
+        elif request.target == "/kv_event_sources":
+            said = self.kv_event_sources
+            status, body = (said, b"{}") if isinstance(said, int) else (200, json.dumps(said).encode())
+            await wire.answer(status, body, *close)
         else:
             await wire.answer(404, b"{}", *close)
         return True

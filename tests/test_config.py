@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +180,43 @@ def test_an_error_does_not_repeat_a_secret() -> None:
     message = fault(api_key=["hush"], admin={"token": {"hush": 1}}, port="hush")
     assert "port" in message
     assert "hush" not in message
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"models": {"a/b.c": {"tokeniser": "/x"}}}, "models.a/b.c.tokeniser: unknown field; accepted: tokenizer,"),
+        ({"models": {"m": {}}}, "models.m: give `tokenizer`, or another `source` than local: engine, bytes"),
+        ({"models": {"m": {"tokenizer": "/x", "source": "engine"}}}, "`tokenizer` goes with source local"),
+        ({"conductor": {"connect": "tcp://127.0.0.1:99999"}}, "conductor.connect: 'tcp://127.0.0.1:99999' is no"),
+        ({"conductor": {"lookup": "http://a"}}, "accepted: unix:///path, tcp://host:port"),
+        (
+            {"workers": [{"url": "http://a:1", "kv_events": {"endpoint": "tcp://127.0.0.1:notaport"}}]},
+            "workers.0.kv_events.endpoint: 'tcp://127.0.0.1:notaport' is no ZMQ endpoint; accepted: tcp://host:port",
+        ),
+        (
+            {"workers": [{"url": "http://a:1", "kv_events": {"endpoint": "tcp://*:1", "tpoic": ""}}]},
+            "workers.0.kv_events.tpoic: unknown field; accepted: endpoint, replay_endpoint, topic",
+        ),
+        (
+            {
+                "conductor": {
+                    "services": [
+                        {"endpoint": f"tcp://a:{port}", "instance_id": "i", "modelname": "m", "block_size": 16}
+                        for port in (1, 2)
+                    ]
+                }
+            },
+            "conductor.services: instance, tenant and rank listed more than once: i|default|0",
+        ),
+        ({"redis": {"prefix": ""}}, "redis.prefix"),
+        ({"prefix_index": {"max_bytes": 1000}}, "prefix_index.max_bytes: Input should be greater than"),
+    ],
+)
+def test_what_is_wrong_with_knowledge_of_caches_is_named(
+    tmp_path: Path, values: dict[str, Any], said: str
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load(path, {})

@@ -28,6 +28,8 @@ def index(
     """The index of confirmed blocks: events in, lookups out, memory."""
     from kvroute.loadtests.bench_index import IndexBench, run_bench_index
 
+    if peer is not None and not peer.is_file():
+        _fail(ValueError(f"--peer: {peer} is no file; the path of a Python interpreter is expected"))
     try:
         bench = IndexBench(
             workers=workers, entries=blocks, shape=shape, event_blocks=event_blocks, reps=reps, peer=peer

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -133,9 +133,13 @@ class _FileSource(InitSettingsSource):
         super().__init__(settings_cls, init_kwargs=self.values)
 
 
+OTHER_VARIABLES = {f"{PREFIX}CONFIG", f"{PREFIX}PURE_PYTHON"}
+"""What is read elsewhere."""
+
+
 def unknown_environment() -> list[str]:
     """`KVROUTE_` variables that set nothing: typing errors, mostly."""
-    known = {f"{PREFIX}{name}".upper() for name in Config.model_fields} | {f"{PREFIX}CONFIG"}
+    known = {f"{PREFIX}{name}".upper() for name in Config.model_fields} | OTHER_VARIABLES
     names = (name for name in os.environ if name.upper().startswith(PREFIX))
     return sorted(name for name in names if name.upper().partition("__")[0] not in known)
 
@@ -164,11 +168,15 @@ def _fault(location: tuple[int | str, ...], kind: str, message: str) -> str:
 def _fields_beside(location: tuple[int | str, ...]) -> list[str]:
     """Names that would have been known where the last part of `location` was not."""
     group: type[BaseModel] = Config
+    named = False
     for part in location[:-1]:
-        if isinstance(part, str):
-            annotation = group.model_fields[part].annotation
-            types = [item for item in (annotation, *get_args(annotation)) if isinstance(item, type)]
-            group = next(item for item in types if issubclass(item, BaseModel))
+        if named or isinstance(part, int):  # the key of a mapping, or a place in a list
+            named = False
+            continue
+        annotation = group.model_fields[part].annotation
+        named = get_origin(annotation) is dict
+        types = [item for item in (annotation, *get_args(annotation)) if isinstance(item, type)]
+        group = next(item for item in types if issubclass(item, BaseModel))
     return list(group.model_fields)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from kvroute.endpoint import Endpoint
 from kvroute.types import EngineKind
@@ -20,13 +21,33 @@ class Group(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+def _zmq_endpoint(value: str) -> str:
+    parts = re.fullmatch(r"(?:ipc://\S+|tcp://(?:\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d{1,5}))", value)
+    if parts is None or (parts[1] is not None and not 1 <= int(parts[1]) <= 65535):
+        raise ValueError(f"{value!r} is no ZMQ endpoint; accepted: tcp://host:port, ipc:///path")
+    return value
+
+
+def _lookup_address(value: str) -> str:
+    parts = re.fullmatch(r"(?:unix:///\S+|tcp://(?:\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d{1,5}))", value)
+    if parts is None or (parts[1] is not None and int(parts[1]) > 65535):
+        raise ValueError(f"{value!r} is no lookup socket; accepted: unix:///path, tcp://host:port")
+    return value
+
+
+ZmqEndpoint = Annotated[str, AfterValidator(_zmq_endpoint)]
+LookupAddress = Annotated[str, AfterValidator(_lookup_address)]
+
+
 class KvEvents(Group):
     """Where an engine publishes its KV events; only needed when it does not say so itself."""
 
-    endpoint: Annotated[str, Field(pattern=r"^(tcp|ipc)://\S+$")] = Field(
-        description="connected to, or bound when it holds a `*`; data-parallel rank i is at port + i"
+    endpoint: ZmqEndpoint = Field(
+        description="connected to; with a `*` we bind and the engine connects; rank i is at port + i"
     )
-    replay_endpoint: Annotated[str, Field(pattern=r"^(tcp|ipc)://\S+$")] | None = None
+    replay_endpoint: ZmqEndpoint | None = Field(
+        default=None, description="of the engine, whose host stands for a `*`; None: what is missed is lost"
+    )
     topic: str = Field(default="", description="prefix of the topics to take; empty takes all")
 
 
@@ -180,7 +201,7 @@ class PrefixIndex(Group):
     max_bytes: Annotated[int, Field(ge=2**20)] = Field(
         default=512 * 2**20,
         description="memory of the index; a confirmed block takes about 40 bytes per engine that holds it. "
-        "Predictions go first when it is full; when confirmed blocks must go, it takes a moment and is logged",
+        "Predictions go first when it is full; that confirmed ones must go is logged",
     )
     prediction_s: Seconds = Field(
         default=10.0, description="a prediction that events have not confirmed by then is forgotten"
@@ -225,7 +246,9 @@ class ModelConfig(Group):
     def _complete(self) -> ModelConfig:
         if (self.source == "local") != (self.tokenizer is not None):
             raise ValueError(
-                f"tokenizer is {self.tokenizer} and source {self.source}; local needs one, others take none"
+                "give `tokenizer`, or another `source` than local: engine, bytes"
+                if self.tokenizer is None
+                else f"`tokenizer` goes with source local, not with {self.source}"
             )
         return self
 
@@ -233,12 +256,12 @@ class ModelConfig(Group):
 class ServiceConfig(Group):
     """A publisher of KV events that `kvroute conductor` follows from its start; see POST /register."""
 
-    endpoint: Annotated[str, Field(pattern=r"^(tcp|ipc)://\S+$")]
+    endpoint: ZmqEndpoint
     instance_id: Annotated[str, Field(min_length=1, max_length=256)]
     modelname: Annotated[str, Field(min_length=1, max_length=256)]
     block_size: Count
     type: Literal["vLLM", "SGLang", "Mooncake"] = "vLLM"
-    replay_endpoint: Annotated[str, Field(pattern=r"^(tcp|ipc)://\S+$")] | None = None
+    replay_endpoint: ZmqEndpoint | None = None
     lora_name: str = ""
     tenant_id: str = "default"
     dp_rank: Annotated[int, Field(ge=0)] = 0
@@ -248,7 +271,7 @@ class ServiceConfig(Group):
 class ConductorConfig(Group):
     """The index as a service of its own: how `kvroute conductor` serves it, and how a gateway asks it."""
 
-    connect: Annotated[str, Field(pattern=r"^(unix:///\S+|tcp://\S+:\d+)$")] | None = Field(
+    connect: LookupAddress | None = Field(
         default=None,
         description="a remote conductor's lookup socket, which this gateway asks: "
         "unix:///path or tcp://host:port",
@@ -258,7 +281,7 @@ class ConductorConfig(Group):
     )
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = Field(default=13333, description="0 takes a free one")
-    lookup: Annotated[str, Field(pattern=r"^(unix:///\S+|tcp://\S+:\d+)$")] | None = Field(
+    lookup: LookupAddress | None = Field(
         default=None, description="where `kvroute conductor` takes gateways' lookups"
     )
     snapshot_file: Path | None = Field(
@@ -269,13 +292,22 @@ class ConductorConfig(Group):
         default=(), description="publishers that `kvroute conductor` follows without being asked"
     )
 
+    @field_validator("services")
+    @classmethod
+    def _no_duplicates(cls, services: tuple[ServiceConfig, ...]) -> tuple[ServiceConfig, ...]:
+        ids = [f"{one.instance_id}|{one.tenant_id}|{one.dp_rank}" for one in services]
+        twice = sorted({name for name in ids if ids.count(name) > 1})
+        if twice:
+            raise ValueError(f"instance, tenant and rank listed more than once: {', '.join(twice)}")
+        return services
+
 
 class RedisConfig(Group):
     """What several gateway replicas share; without `url` each knows only itself."""
 
     url: SecretStr | None = Field(default=None, description="redis://, rediss:// or unix://; Valkey as well")
-    prefix: Annotated[str, Field(pattern=r"^[!-~]{1,64}$")] = Field(
-        default="kvroute:", description="of all keys; replicas of one gateway have the same"
+    prefix: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")] = Field(
+        default="kvroute", description="of all keys, before a colon; replicas of one gateway have the same"
     )
 
 

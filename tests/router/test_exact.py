@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -11,9 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
+from kvroute.conductor.events import EventSource
 from kvroute.loadtests.mock_engine import MockFleet, MockOptions
 from kvroute.router.server import GatewayServer
-from tests.kit import fast_config, until
+from tests.kit import Engine, fast_config, gateway, until
 
 BLOCK = 16
 IDS = list(range(1000, 1300))
@@ -200,25 +203,67 @@ async def test_why_tokens_are_not_known_is_counted() -> None:
         assert 'kvroute_prompts_approximate_total{reason="route"} 1.0' in metrics
 
 
+def not_exact(server: GatewayServer, engine: Engine) -> set[str]:
+    """Reasons that metrics give for an index that is not exact."""
+    metrics = server.metrics.render().decode()
+    found = re.findall(r'kvroute_index_not_exact\{reason="(\w+)",worker="([^"]+)"\} 1\.0', metrics)
+    return {reason for reason, url in found if url == engine.url}
+
+
 @pytest.mark.parametrize(
-    ("fields", "reason"),
+    ("said", "fields", "reason"),
     [
-        ({"prefix_index": {"kv_events": False}}, "switched_off"),
-        ({"workers": [{"kv_events": {"endpoint": "tcp://*:70000"}}]}, "unusable_sources"),
-        ({"events": False}, "no_kv_events"),
+        (404, {}, "no_kv_events"),
+        ({}, {}, "no_kv_events"),
+        ({"0": {"endpoint": "tcp://*:notaport"}}, {}, "unusable_sources"),
+        (401, {}, "sources_refused"),
+        (500, {}, "sources_unknown"),
+        ({"0": {"endpoint": "tcp://*:9"}}, {"prefix_index": {"kv_events": False}}, "switched_off"),
     ],
 )
-async def test_why_an_index_is_not_exact_is_a_metric(fields: dict[str, Any], reason: str) -> None:
-    events = fields.pop("events", True)
-    async with MockFleet(MockOptions(speed=math.inf, kv_events=events)) as fleet:
-        (url,) = fleet.urls
-        workers = [{"url": url, **worker} for worker in fields.pop("workers", [{}])]
-        server = GatewayServer(fast_config(**{"policy": "prefix_affinity", **fields, "workers": workers}))
-        await server.start()
-        try:
+async def test_why_an_index_is_not_exact_is_a_metric(
+    said: dict[str, Any] | int, fields: dict[str, Any], reason: str
+) -> None:
+    async with Engine(kv_event_sources=said) as engine, gateway(engine, **fields) as server:
+        assert not_exact(server, engine) == {reason}
+        (member,) = server.registry.members.values()
+        assert server.knowledge.following.state(member.worker.id)["trust"] == "approximate"
+
+
+async def test_an_engine_that_was_too_busy_to_say_where_it_publishes_is_asked_again() -> None:
+    async with Engine(kv_event_sources=503) as engine, gateway(engine) as server:
+        assert not_exact(server, engine) == {"sources_unknown"}
+        assert server.knowledge.following.feed.followed == ()
+        engine.kv_event_sources = {"0": {"endpoint": "tcp://*:9"}}
+        await until(lambda: len(server.knowledge.following.feed.followed) == 1)
+        assert not_exact(server, engine) == {"connecting"}
+
+
+async def test_an_engine_that_connects_to_us_is_asked_for_replays_at_its_own_host() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    events = {"endpoint": f"tcp://*:{port}", "replay_endpoint": "tcp://*:5558"}
+    async with Engine() as engine:
+        workers = [{"url": engine.url, "kv_events": events}]
+        async with gateway(workers=workers) as server:
             await until(lambda: server.registry.usable)
-            metrics = server.metrics.render().decode()
-            assert f'kvroute_index_not_exact{{reason="{reason}",worker="{url}"}} 1.0' in metrics
-            assert f'kvroute_index_trust{{trust="approximate",worker="{url}"}} 1.0' in metrics
-        finally:
-            await server.stop()
+            ((described, _),) = server.knowledge.following.engines()
+            assert described.sources == (EventSource(f"tcp://*:{port}", "tcp://127.0.0.1:5558", bind=True),)
+
+
+async def test_an_explanation_says_why_there_is_nothing_to_say() -> None:
+    async with side(engines=1) as this:
+        url = f"{this.server.admin_url}/admin/explain"
+        completion = {"model": "mock", "prompt": IDS}
+        found = (await this.http.post(url, json=completion)).json()
+        assert (found["path"], found["keys"], found["prompt_tokens"]) == ("/v1/completions", "tokens", 300)
+        short = (await this.http.post(url, json={"model": "mock", "prompt": [1, 2, 3]})).json()
+        assert (short["keys"], short["why_no_keys"], short["why_not_tokens"]) == (None, "short", None)
+        unknown = await this.http.post(url, params={"path": "/nope"}, json=completion)
+        assert unknown.status_code == 400
+        assert "'/nope' carries no prompt; accepted: /generate, /v1/chat/completions" in unknown.text
+        nobody = await this.http.post(url, json={"model": "other", "prompt": IDS})
+        assert (nobody.status_code, nobody.json()["error"]["code"]) == (404, "model_not_found")
+        metrics = this.server.metrics.render().decode()
+        assert "kvroute_prompts_total{" not in metrics  # nothing was routed

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from kvroute.clock import monotonic
+from kvroute.config_groups import WorkerConfig
 from kvroute.router.request_view import parse_request
 from kvroute.router.server import GatewayServer
 from tests.kit import CHAT, Engine, ask, gateway, until
@@ -223,3 +224,22 @@ async def test_taking_an_old_incarnation_out_leaves_the_new_one_at_the_others() 
         await until(lambda: len(b.registry.members) == 2)  # told after, so the other was not told before
         assert one.url in {m.worker.url for m in b.registry.members.values()}
         client.abort()
+
+
+async def test_a_worker_that_comes_later_comes_with_the_load_of_the_others() -> None:
+    async with (
+        redis_server() as redis,
+        Engine() as one,
+        Engine(Lasting(EVENTS[0])) as busy,
+        replica(redis, busy) as a,
+        replica(redis, one) as b,
+    ):
+        await until(lambda: sharing(a, b))
+        clients = [await first_chunk(a, CHAT, {"model": "m", "stream": True}) for _ in range(3)]
+        assert b.replicas is not None
+        state = b.replicas.state
+        await until(lambda: state.others_load(busy.url).requests == 3)
+        member = b.registry.add(WorkerConfig(url=busy.url))
+        assert member.load.requests == 3
+        for client in clients:
+            client.abort()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import tempfile
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +74,21 @@ async def test_a_snapshot_that_is_none_is_refused_and_the_gateway_learns_anew(tm
         assert counts(this) == {"refused_foreign": 1}
         await learn(this)
         await until(this.exact)
+
+
+@pytest.mark.parametrize("place", ["no such directory", "no temporary directory"])
+async def test_no_place_for_a_snapshot_fails_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    async with AsyncExitStack() as stack:
+        if place == "no such directory":
+            fields: dict[str, Any] = {"conductor": {"snapshot_file": tmp_path / "none" / "index"}}
+        else:
+            redis = await stack.enter_async_context(redis_server())
+            fields = {"redis": {"url": redis.url}}
+            monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+        async with side(engines=1, **fields) as this:
+            assert counts(this) == {"failed": 1}
+            worker, _ = await this.send("/v1/completions", BODIES[0])
+            await this.learned(BODIES[0], 320)
+            assert worker == this.fleet.urls[0]
