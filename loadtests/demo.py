@@ -199,9 +199,9 @@ def _table(results: Sequence[Result], workload: MultiTurn) -> Table:
         "its system prompt cached; under prefix_affinity such turns make the p99. Foretold: requests whose "
         "cached tokens the index had right to the token."
     )
-    table = Table(title=title, caption=caption, box=SIMPLE_HEAD)
+    table = Table(title=title, caption=caption, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("policy", no_wrap=True)
-    for name in ("TTFT p50", "TTFT p99", "hit rate", "foretold", "split", "failed"):
+    for name in ("TTFT p50", "p99", "hits", "foretold", "split", "failed"):
         table.add_column(name, justify="right", no_wrap=True)
     for result in results:
         split = " ".join(str(count) for _, count in sorted(result.split.items()))
