@@ -22,7 +22,7 @@ from kvroute.router.control import PUBLIC_PATHS
 from kvroute.router.errors import Failure, GatewayError, shorten
 from kvroute.router.exchange import OTHER, Exchange, Services
 from kvroute.router.metrics import gauge
-from kvroute.router.parsed_request import ParsedRequest
+from kvroute.router.parsed_request import PARSE_IN_THREAD_BYTES, ParsedRequest
 from kvroute.router.request_parser import Request
 from kvroute.router.request_view import MalformedBody, parse_request
 from kvroute.router.workers import State
@@ -32,11 +32,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-PARSE_IN_THREAD_BYTES = 128 * 2**10
-"""Above it, reading a body and making its keys takes a millisecond and more: other requests go on meanwhile,
-but for the JSON parser itself, which holds the interpreter for some 2 ms per MB."""
 READERS = 2
-"""Threads for that; more would only get in each other's way, and in the event loop's."""
+"""Threads for larger bodies; more would only get in each other's way, and in the event loop's."""
 MAX_REQUEST_ID_BYTES = 256
 
 

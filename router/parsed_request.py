@@ -16,6 +16,9 @@ NO_KEYS = ("route", "content_type", "empty", "shape", "short")
 """Why a prompt has no keys: not a prompt route; not a JSON body; no prompt or an empty one; a prompt of no
 shape an engine takes; shorter than one block. A fixed set, fit for a metric label."""
 
+PARSE_IN_THREAD_BYTES = 128 * 2**10
+"""Above it, reading a body and making its keys takes a millisecond and more: other requests go on meanwhile,
+but for the JSON parser itself, which holds the interpreter for some 2 ms per MB."""
 MAX_KEYED_BYTES = 4 * 2**20
 """About a million tokens; what a longer prompt adds is not told apart."""
 MAX_KEYED_PROMPTS = 16
