@@ -226,7 +226,7 @@ Answer = Hello | Matched | Followed
 
 _encoder = msgspec.msgpack.Encoder()
 requests_decoder = msgspec.msgpack.Decoder(Annotated[list[Request], Meta(max_length=MAX_MESSAGES)])
-answers_decoder = msgspec.msgpack.Decoder(list[Answer])
+answers_decoder = msgspec.msgpack.Decoder(Annotated[list[Answer], Meta(max_length=MAX_MESSAGES)])
 
 
 def frame(messages: Sequence[Message]) -> bytes:
