@@ -212,8 +212,16 @@ class RemoteConductor:
 
     def _check_budget(self, lookups: Sequence[int], deadline_s: float) -> None:
         # The loop's own time may be that of the turn's beginning: what this turn did is no fault of theirs.
-        # And an answer may have come that the loop has not looked at: it does so once more before.
-        self._loop.call_later(max(0.0, deadline_s - self._clock()), self._expire, lookups)
+        left_s = deadline_s - self._clock()
+        if left_s > 0:
+            self._loop.call_later(left_s, self._look_once_more, lookups)
+        else:
+            self._look_once_more(lookups)
+
+    def _look_once_more(self, lookups: Sequence[int]) -> None:
+        # An answer may have come while the loop was busy. What a timer calls soon, uvloop does before it looks
+        # at its sockets again; what that calls soon, after.
+        self._loop.call_soon(self._loop.call_soon, self._expire, lookups)
 
     def _expire(self, lookups: Sequence[int]) -> None:
         late = [self._pending.pop(number) for number in lookups if number in self._pending]
