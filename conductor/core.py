@@ -27,7 +27,6 @@ MAX_SERVICES = 4096
 MAX_INSTANCES = 4096
 LINGER_S = 60.0
 """An instance is kept so long after its last gateway's connection ended: the gateway may come again."""
-SWEEP_PAUSE_S = 0.02
 DEFAULT_TENANT = "default"
 
 
@@ -103,7 +102,6 @@ class Counts:
     observations: int = 0
     unknown_workers: int = 0
     """News and questions of workers that the connection does not follow."""
-    sweeps: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     """Services left out of an answer, by reason."""
 
@@ -122,7 +120,6 @@ class Conductor:
         self._restoring: set[str] = set()
         self._linger_s = linger_s
         self._numbers = count(1)
-        self._sweep_timer: asyncio.TimerHandle | None = None
 
     def knows(self, worker: Service | Engine) -> bool:
         """Whether it is followed, or its place is taken."""
@@ -141,16 +138,30 @@ class Conductor:
         return worker_id
 
     def begin(self, worker_id: str, watermarks: Mapping[int, Watermark] | None) -> None:
-        """Follow the events of an adopted engine: from these watermarks, or from nothing."""
+        """Follow the events of an adopted engine: from these watermarks, or from nothing.
+
+        One that was dropped meanwhile is ignored. Raises `ValueError` for one that cannot be followed; it is
+        not known any more then.
+        """
         self._restoring.discard(worker_id)
-        for worker, known in self.members():
-            if known == worker_id:
-                self._follow_events(worker, worker_id, watermarks)
-                if isinstance(worker, Engine):
-                    instance = self.instances[worker]
-                    instance.followers += 1
-                    self.linger(instance)
-                return
+        worker = next((worker for worker, known in self.members() if known == worker_id), None)
+        if worker is None:
+            return
+        try:
+            self._follow_events(worker, worker_id, watermarks)
+        except ValueError:
+            self._expel(worker)
+            raise
+        if isinstance(worker, Engine):
+            instance = self.instances[worker]
+            instance.followers += 1
+            self.linger(instance)
+
+    def _expel(self, worker: Service | Engine) -> None:
+        if isinstance(worker, Service):
+            self.unregister(worker.key)
+        else:
+            self._forget(self.instances.pop(worker).worker_id)
 
     @property
     def restoring(self) -> int:
@@ -262,16 +273,6 @@ class Conductor:
     def _forget(self, worker_id: str) -> None:
         self._restoring.discard(worker_id)
         self.feed.unfollow(worker_id)
-        self.index.remove_worker(worker_id)
-        if self._sweep_timer is None:
-            self._sweep_timer = asyncio.get_running_loop().call_later(0, self._sweep)
-
-    def _sweep(self) -> None:
-        """Give a removed worker's memory back bit by bit, so that no lookup waits for it."""
-        self._sweep_timer = None
-        self.counts.sweeps += 1
-        if self.index.sweep():
-            self._sweep_timer = asyncio.get_running_loop().call_later(SWEEP_PAUSE_S, self._sweep)
 
     # Questions.
 
@@ -306,8 +307,6 @@ class Conductor:
 
     async def close(self) -> None:
         """Close the feed; idempotent."""
-        if self._sweep_timer is not None:
-            self._sweep_timer.cancel()
         await self.feed.close()
 
 

@@ -86,8 +86,8 @@ class EventFeed:
         added); it is load only until the publisher has confirmed that batch. What the
         index has of ranks that are not restored is cleared. A source may as well be the master of a Mooncake
         store: its objects are then known by what the engines followed here call them.
-        Raises ValueError when the worker is followed already, a rank comes twice, there is no source, or one
-        has a wildcard where the engine's host is needed.
+        Raises ValueError, and follows nothing, when the worker is followed already, a rank comes twice, there
+        is no source, one has a wildcard where the engine's host is needed, or blocks have no tokens.
         """
         ranks = [source.dp_rank for source in sources]
         if self._closed or worker_id in self._workers:
@@ -97,6 +97,9 @@ class EventFeed:
         for source in sources:
             if source.unreachable is not None:
                 raise ValueError(f"{source.unreachable!r} names no host: say where the engine is")
+        for name, tokens in (("block_tokens", block_tokens), ("min_block_tokens", min_block_tokens)):
+            if tokens is not None and tokens < 1:
+                raise ValueError(f"{name} must be at least 1, got {tokens}")
         followed = self._workers[worker_id] = _Followed({})
         for source in sources:
             holder = Holder(worker_id, source.dp_rank)
@@ -131,11 +134,14 @@ class EventFeed:
             subscriber.start()
 
     def unfollow(self, worker_id: str) -> None:
-        """Close its sockets and take it out of the index; unknown workers are ignored."""
+        """Close its sockets, take it out of the index for good, and give its memory back bit by bit.
+
+        Followed or not: one that is known by predictions alone goes the same way. What was queued of its
+        events is dropped, and later news of it is ignored by the index. Idempotent; needs a running loop.
+        """
         followed = self._workers.pop(worker_id, None)
-        if followed is None:
-            return
-        self._end(followed)
+        if followed is not None:
+            self._end(followed)
         self._index.remove_worker(worker_id)
         self._sweep()
 

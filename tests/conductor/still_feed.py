@@ -52,6 +52,8 @@ class StillFeed:
     def unfollow(self, worker_id: str) -> None:
         self.workers.pop(worker_id, None)
         self.index.remove_worker(worker_id)
+        while self.index.sweep():
+            pass
 
     def trust(self, worker_id: str) -> Trust:
         return self.trusts.get(worker_id, Trust.EXACT if worker_id in self.workers else Trust.APPROXIMATE)
