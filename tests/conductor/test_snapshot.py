@@ -193,6 +193,48 @@ async def test_the_old_file_stays_when_a_new_one_cannot_be_written(tmp_path: Pat
         await save(tmp_path / "nowhere" / "s", index, feed, [(engine(), "w")])
 
 
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+async def test_a_file_that_is_not_whole_on_the_disk_never_has_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    index, still, feed = fresh()
+    follow(still, engine(), "w")
+    await save(tmp_path / "s", index, feed, [(engine(), "w")])
+    before = (tmp_path / "s").read_bytes()
+    store(index, Holder("w"), GPU, range(320))
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        await save(tmp_path / "s", index, feed, [(engine(), "w")])
+    assert (tmp_path / "s").read_bytes() == before
+    assert os.listdir(tmp_path) == ["s"]
+
+
+async def test_whoever_reads_the_old_file_meanwhile_reads_it_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvroute.conductor.snapshot.WRITE_BYTES", 1)
+    index, still, feed = fresh()
+    follow(still, engine(), "w")
+    path = tmp_path / "s"
+    await save(path, index, feed, [(engine(), "w")])
+    before = path.read_bytes()
+    store(index, Holder("w"), GPU, range(16 * 2000))
+    with path.open("rb") as reader:
+        saving = asyncio.create_task(save(path, index, feed, [(engine(), "w")]))
+        seen = set()
+        while not saving.done():
+            seen.add(path.read_bytes())
+            await asyncio.sleep(0)
+        await saving
+        assert seen <= {before, path.read_bytes()}
+        assert before in seen
+        assert reader.read() == before, "it was replaced, not written over"
+    assert os.listdir(tmp_path) == ["s"]
+
+
 async def some_file(path: Path) -> None:
     index, still, feed = fresh()
     follow(still, engine(1, 2), "w")
