@@ -108,17 +108,6 @@ class Namespace(Struct, frozen=True, gc=False, kw_only=True):
 _TAGS = (b"m", b"a", b"s", b"x", b"A", b"r", b"t", b"c", b"p", b"n", b"v", b"k", b"q", b"l", b"T", b"P", b"g")
 
 
-def namespace_key(
-    model: str | None = None,
-    adapter: str | None = None,
-    cache_salt: str | None = None,
-    extra_key: str | None = None,
-    domain: str = "text",
-) -> int:
-    """`Namespace.root` of the fields that a request can name."""
-    return Namespace(model=model, adapter=adapter, cache_salt=cache_salt, extra_key=extra_key).root(domain)
-
-
 def byte_keys(prompt: bytes, root: int, chunk_bytes: int) -> PromptKeys:
     """Keys of the full chunks of canonical prompt bytes; the tail has none, so a longer prompt extends it.
 

@@ -1,7 +1,8 @@
 """`kvroute bench tokens`: what exact keys cost per request, from its body to who holds its prefix.
 
-CPU of the whole process, since the tokenizer may use threads of its own. Texts are made before anything is
-timed; fresh ones hold words that no text before them had.
+A body is read as the gateway reads it, a long one on a thread. CPU of the whole process, since the tokenizer
+may use threads of its own. Texts are made before anything is timed; fresh ones hold words that no text before
+them had.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import asyncio
 import gc
 import time
 from array import array
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,13 +24,18 @@ from typing import Any
 import orjson
 
 from kvroute.conductor.block_index import GPU, make_block_index
-from kvroute.conductor.keys import namespace_key, token_keys
 from kvroute.conductor.tokens.exact import ExactTokenizer
-from kvroute.conductor.tokens.outcome import TokenizedPrompts
+from kvroute.conductor.tokens.outcome import TokenizedPrompts, Unavailable
 from kvroute.conductor.tokens.registry import TokenizerOptions, Tokenizers, load_checked
+from kvroute.conductor.tokens.yielding import let_others_run
+from kvroute.router.gateway import READERS
+from kvroute.router.parsed_request import PARSE_IN_THREAD_BYTES, TokenIds
+from kvroute.router.request_view import parse_request
+from kvroute.types import PromptKeys
 
 SEED = 1
 CHAT = b"/v1/chat/completions"
+JSON = {b"content-type": b"application/json"}
 MODEL = "model"
 STAGES = ("parse", "render_and_tokenise", "hash", "look_up")
 SIZES_BYTES = (2_000, 20_000, 100_000, 500_000)
@@ -81,57 +88,87 @@ class _Texts:
         return [{"role": roles[i % 2], "content": self.text(size // count)} for i in range(count)]
 
 
+class _Source:
+    """The `TokenSource` of one model, which notes the CPU spent before and after each answer."""
+
+    def __init__(self, tokenizers: Tokenizers) -> None:
+        self._tokenizers = tokenizers
+        self.asked_s = self.answered_s = 0.0
+
+    def __call__(
+        self, model: str | None, path: bytes, fields: Mapping[str, Any]
+    ) -> TokenIds | Unavailable | None:
+        self.asked_s = time.process_time()
+        made = self._tokenizers.now(MODEL, path, fields)
+        self.answered_s = time.process_time()
+        return TokenIds(made.prompts, MODEL) if isinstance(made, TokenizedPrompts) else made
+
+
 class _Path:
     """What a gateway does with one request, each stage timed."""
 
-    def __init__(self, exact: ExactTokenizer) -> None:
-        self._exact = exact
-        self._root = namespace_key(MODEL, domain="ids")
+    def __init__(self, tokenizers: Tokenizers) -> None:
+        self._source = _Source(tokenizers)
+        self.readers = ThreadPoolExecutor(READERS, "read")
         self._index = make_block_index()
         self._slots = [self._index.open() for _ in range(WORKERS)]
 
     def cost_ms(self, body: bytes) -> list[float]:
         """CPU of parsing, rendering and tokenising, hashing, looking up."""
-        marks = [time.process_time()]
-        fields = orjson.loads(body)
-        marks.append(time.process_time())
-        made = self._exact.encode(CHAT, fields)
-        marks.append(time.process_time())
-        if not isinstance(made, TokenizedPrompts):
-            raise ValueError(f"the tokenizer makes no ids of a plain chat: {made.reason}")
-        keys = token_keys(made.prompts[0], self._root, BLOCK_TOKENS).keys
-        marks.append(time.process_time())
-        packed = array("Q", keys).tobytes()
+        start_s = time.process_time()
+        in_thread = len(body) > PARSE_IN_THREAD_BYTES
+        keys = self.readers.submit(self.read, body).result() if in_thread else self.read(body)
+        marks = [start_s, self._source.asked_s, self._source.answered_s, time.process_time()]
+        packed = array("Q", keys.keys).tobytes()
         self._index.match(packed)
         marks.append(time.process_time())
         for slot in self._slots[:HOLDERS]:
             self._index.store(slot, GPU, None, packed, packed)
         return [(after - before) * 1e3 for before, after in pairwise(marks)]
 
+    def read(self, body: bytes) -> PromptKeys:
+        """As the gateway reads a body, on this thread. ValueError where its keys are not made of tokens."""
+        parsed = parse_request(CHAT, JSON, body, self._source)
+        if parsed.no_tokens is not None:
+            raise ValueError(f"the tokenizer makes no ids of a plain chat: {parsed.no_tokens}")
+        let_others_run()
+        (sets,), _ = parsed.prompt_keys(0, (BLOCK_TOKENS,))
+        return sets[BLOCK_TOKENS]
+
 
 def run_bench_tokens(bench: TokensBench) -> dict[str, Any]:
     """Load the tokenizer as a gateway does, run, and give the figures as one JSON object.
 
     load_s, encoder, and in ms of CPU: fresh (one row per size), chat (the turns of one that grows to 100 KB)
-    and loop_hold: how late, at worst, the event loop's timers are while a thread works on 1 MB. `work` is how
-    much of the thread's own CPU went into that wait: on a machine with a free core, all of it. `idle` is the
-    machine's noise, in as much time.
+    and loop_hold: how late, at worst, the event loop's timers are while a reader's thread works on 1 MB.
+    `work` is how much of the thread's own CPU went into that wait: on a machine with a free core, all of it.
+    `idle` is the machine's noise, in as much time.
     """
     options = TokenizerOptions("local", bench.tokenizer, bench.chat_template)
     start_s = time.perf_counter()
     exact = asyncio.run(load_checked(options))
     load_s = time.perf_counter() - start_s
-    texts, path = _Texts(Random(SEED)), _Path(exact)
-    path.cost_ms(orjson.dumps({"messages": texts.messages(CHAT_BYTES)}))  # what is built on first use
-    gc.collect()
-    return {
-        "tokenizer": str(bench.tokenizer),
-        "encoder": exact.encoder.name,
-        "load_s": load_s,
-        "fresh": [_fresh(path, texts, size, bench.rounds) for size in SIZES_BYTES],
-        "chat": _chat(path, texts, max(1, bench.rounds // 5)),
-        "loop_hold": asyncio.run(_loop_hold(exact, texts, bench.rounds)),
-    }
+    texts, path = _Texts(Random(SEED)), _Path(asyncio.run(_loaded(options, exact)))
+    with path.readers:
+        path.cost_ms(orjson.dumps({"messages": texts.messages(CHAT_BYTES)}))  # what is built on first use
+        gc.collect()
+        return {
+            "tokenizer": str(bench.tokenizer),
+            "encoder": exact.encoder.name,
+            "load_s": load_s,
+            "fresh": [_fresh(path, texts, size, bench.rounds) for size in SIZES_BYTES],
+            "chat": _chat(path, texts, max(1, bench.rounds // 5)),
+            "loop_hold": asyncio.run(_loop_hold(path, texts, bench.rounds)),
+        }
+
+
+async def _loaded(options: TokenizerOptions, exact: ExactTokenizer) -> Tokenizers:
+    async def load(_: TokenizerOptions) -> ExactTokenizer:
+        return exact
+
+    tokenizers = Tokenizers({MODEL: options}, load=load)
+    await tokenizers.run()
+    return tokenizers
 
 
 def _fresh(path: _Path, texts: _Texts, size: int, rounds: int) -> dict[str, Any]:
@@ -163,12 +200,8 @@ def _row(costs: Sequence[Sequence[float]]) -> dict[str, Any]:
     return {"p50_ms": median(totals), "min_ms": totals[0], "max_ms": totals[-1], **stages}
 
 
-async def _loop_hold(exact: ExactTokenizer, texts: _Texts, rounds: int) -> list[dict[str, Any]]:
-    async def load(_: TokenizerOptions) -> ExactTokenizer:
-        return exact
-
-    tokenizers = Tokenizers({MODEL: TokenizerOptions("local", Path())}, load=load)
-    await tokenizers.run()
+async def _loop_hold(path: _Path, texts: _Texts, rounds: int) -> list[dict[str, Any]]:
+    loop = asyncio.get_running_loop()
     rows = []
     for message_size in (LONG_BYTES, 2_000, 200):
         bodies = [
@@ -176,7 +209,7 @@ async def _loop_hold(exact: ExactTokenizer, texts: _Texts, rounds: int) -> list[
             for _ in range(rounds)
         ]
         gc.collect()
-        busy = [await _waits(tokenizers.later(MODEL, CHAT, body)) for body in bodies]
+        busy = [await _waits(loop.run_in_executor(path.readers, path.read, body)) for body in bodies]
         taken_s = median(wait.taken_s for wait in busy)
         idle = [await _waits(asyncio.sleep(taken_s)) for _ in bodies]
         rows.append(
@@ -188,7 +221,6 @@ async def _loop_hold(exact: ExactTokenizer, texts: _Texts, rounds: int) -> list[
                 "idle": _quantiles([wait.late_ms for wait in idle]),
             }
         )
-    tokenizers.close()
     return rows
 
 

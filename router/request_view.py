@@ -18,7 +18,7 @@ import orjson
 from msgspec import Raw, Struct
 from msgspec.structs import replace
 
-from kvroute.conductor.keys import BYTES_PER_TOKEN, namespace_key
+from kvroute.conductor.keys import BYTES_PER_TOKEN, Namespace
 from kvroute.conductor.prompts import ROUTES
 from kvroute.conductor.tokens.outcome import Unavailable
 from kvroute.conductor.tokens.yielding import let_others_run
@@ -147,7 +147,7 @@ def _parse_outline(is_prompt_route: bool, session_id: str | None, body: bytes) -
         outline.model, session_id, -(-len(prompt) // BYTES_PER_TOKEN), bytes(outline.stream) == b"true"
     )
     no_keys = "route" if not is_prompt_route else None if prompt else "empty"
-    root = namespace_key(outline.model, cache_salt=salt, domain="json")
+    root = Namespace(model=outline.model, cache_salt=salt).root("json")
     return ParsedRequest(view, no_keys, "too_long", _prompt=prompt, _root=root)
 
 
@@ -225,19 +225,20 @@ def _root(model: str | None, fields: Mapping[str, Any], domain: str, adapter: st
     if NAMESPACE_FIELDS.isdisjoint(fields):
         if model is None or len(model) <= MAX_CACHED_CHARS:
             return _root_of_model(model, domain, adapter)
-        return namespace_key(model, adapter, domain=domain)
-    return namespace_key(
-        model,
-        adapter or _namespace_part(fields.get("lora_name")) or _namespace_part(fields.get("lora_path")),
-        _namespace_part(fields.get("cache_salt")),
-        _namespace_part(fields.get("extra_key")),
-        domain,
-    )
+        return Namespace(model=model, adapter=adapter).root(domain)
+    return Namespace(
+        model=model,
+        adapter=adapter
+        or _namespace_part(fields.get("lora_name"))
+        or _namespace_part(fields.get("lora_path")),
+        cache_salt=_namespace_part(fields.get("cache_salt")),
+        extra_key=_namespace_part(fields.get("extra_key")),
+    ).root(domain)
 
 
 @lru_cache(maxsize=1024)
 def _root_of_model(model: str | None, domain: str, adapter: str | None) -> int:
-    return namespace_key(model, adapter, domain=domain)
+    return Namespace(model=model, adapter=adapter).root(domain)
 
 
 def _namespace_part(value: Any) -> str | None:

@@ -52,7 +52,6 @@ class GatewayTokens:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tokenizers.close()
         await self._client.aclose()
 
     async def _load(self) -> None:
@@ -96,7 +95,7 @@ class GatewayTokens:
         except GatewayError:  # the choice that follows will meet it too
             request.no_tokens = "engine_error"
             return
-        made = await self._tokenizers.later(self._name(model, identity), path, fields, url)
+        made = await self._tokenizers.ask_engine(self._name(model, identity), path, fields, url)
         take_tokens(request, _told(made, identity), fields)
 
     def observe(self, model: str | None, foretold_tokens: int, prompt_tokens: int) -> None:
@@ -118,6 +117,14 @@ class GatewayTokens:
             ("model",),
             [((name,), ready) for name, ready in self._tokenizers.loaded().items()],
         )
+        fallbacks = CounterMetricFamily(
+            "kvroute_tokenizer_template_fallbacks",
+            "Chats that the fast engine of templates could not render, so that jinja2 did.",
+            labels=("model",),
+        )
+        for name, count in self._tokenizers.template_fallbacks().items():
+            fallbacks.add_metric((name,), count)
+        yield fallbacks
         agreements = self._tokenizers.agreements()
         yield gauge(
             "kvroute_tokenizer_trusted",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from itertools import count
 
 from kvroute.clock import Clock
 
@@ -24,7 +25,7 @@ class Use(Enum):
 
 
 class Agreement:
-    """Of one model. Synchronous; belongs to one thread.
+    """Of one model. Any thread may call `use`; all else belongs to one, the event loop's.
 
     Trust is lost at `DISTRUST_AT` mismatches, each match making up for a tenth of one. Then, after
     `PROBE_AFTER_S`, one request in `PROBE_EVERY` is predicted without effect, and trust returns after
@@ -39,7 +40,7 @@ class Agreement:
         self._clock = clock
         self._score = 0.0
         self._probe_from_s: float | None = None
-        self._asked = 0
+        self._asked = count(1)
         self._in_a_row = 0
 
     @property
@@ -47,13 +48,13 @@ class Agreement:
         return self._probe_from_s is None
 
     def use(self) -> Use:
-        """For the next request. Counts it."""
-        if self._probe_from_s is None:
+        """For the next request. Counts it. From any thread: it reads what changes elsewhere once only."""
+        probe_from_s = self._probe_from_s
+        if probe_from_s is None:
             return Use.EXACT
-        if self._clock() < self._probe_from_s:
+        if self._clock() < probe_from_s:
             return Use.NONE
-        self._asked += 1
-        return Use.PROBE if self._asked % PROBE_EVERY == 0 else Use.NONE
+        return Use.PROBE if next(self._asked) % PROBE_EVERY == 0 else Use.NONE
 
     def observe_prompt_tokens(self, predicted: int, reported: int) -> bool:
         """What the engine reported for a request whose tokens were predicted. True when trust changed."""

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jinja2
+import structlog
 
 from kvroute.conductor.keys import TOKEN_ID_BYTES, pack_ids
 from kvroute.conductor.tokens import sglang, vllm
@@ -21,10 +22,10 @@ from kvroute.conductor.tokens.vllm_responses import responses
 from kvroute.conductor.tokens.yielding import let_others_run
 from kvroute.types import EngineKind
 
+log = structlog.get_logger(__name__)
+
 MAX_PROMPT_CHARS = 8 * 2**20
 """Of all prompts of a request; longer ones have approximate keys."""
-THREAD_ABOVE_BYTES = 128 * 1024
-"""Body size from which `encode` belongs on a thread: below, it takes some 2 ms at most."""
 CACHE_BYTES = 64 * 2**20
 
 Call = ChatCall | FlatCall
@@ -70,9 +71,9 @@ class ExactTokenizer:
             return Unavailable("shape")  # such as text that is not Unicode, or nested without end
 
     @property
-    def minijinja_refusals(self) -> int:
-        """Renders that minijinja refused and jinja2 was asked for."""
-        return sum(template.minijinja_refusals for template in self._templates.values())
+    def template_fallbacks(self) -> int:
+        """Renders for which jinja2 was asked after minijinja."""
+        return sum(template.fallbacks for template in self._templates.values())
 
     def _routes_of(self, engine: EngineKind) -> dict[bytes, Callable[[Mapping[str, Any]], Call]]:
         if engine is EngineKind.SGLANG:
@@ -133,8 +134,10 @@ def _compile(files: TokenizerFiles, verdict: Verdict) -> dict[str, ChatTemplate]
     for name, source in files.templates.items():
         try:
             compiled[name] = ChatTemplate(source, files.special_tokens, name in verdict.minijinja)
-        except jinja2.TemplateError:
-            continue  # requests that need it say "template"
+        except jinja2.TemplateError as error:  # requests that need it say "template"
+            log.warning(
+                "chat_template_failed", tokenizer=str(files.tokenizer_json), template=name, error=str(error)
+            )
     return compiled
 
 

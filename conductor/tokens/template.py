@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from datetime import datetime
+from threading import Lock
 from typing import Any, NoReturn
 
 import jinja2
@@ -34,7 +36,7 @@ UNSET: Mapping[str, Any] = {"tools": None, "documents": None, "add_generation_pr
 
 
 class ChatTemplate:
-    """A compiled template. Thread-safe: rendering changes nothing here but `minijinja_refusals`."""
+    """A compiled template. Thread-safe: rendering changes nothing here but `fallbacks`."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], use_minijinja: bool) -> None:
         """Raises `jinja2.TemplateError` when the source is not a template."""
@@ -46,7 +48,9 @@ class ChatTemplate:
         self.takes_parts_vllm = takes_parts_vllm(tree)
         self.takes_parts_sglang = takes_parts_sglang(tree, source)
         self.knows_developer = '"developer"' in source or "'developer'" in source
-        self.minijinja_refusals = 0
+        self.fallbacks = 0
+        """Renders for which jinja2 was asked after minijinja."""
+        self._counting = Lock()
         self._special_tokens = dict(special_tokens)
         self._jinja = environment.from_string(source)
         self._minijinja = _minijinja_environment(source) if use_minijinja else None
@@ -66,12 +70,12 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         if self._minijinja is not None:
-            try:
+            with suppress(Exception):
                 rendered = self._minijinja.render_template(_NAME, messages=messages, **variables)
                 if _REPLACEMENT not in rendered:
                     return rendered
-            except Exception:
-                self.minijinja_refusals += 1
+            with self._counting:
+                self.fallbacks += 1
         try:
             return self._jinja.render(messages=messages, **variables)
         except Exception as error:  # a template can raise anything its values make Python raise

@@ -20,7 +20,6 @@ from kvroute.conductor.keys import (
     Namespace,
     byte_keys,
     chain_keys,
-    namespace_key,
     object_key,
     pack_extras,
     pack_ids,
@@ -30,12 +29,13 @@ from kvroute.conductor.keys import (
 from kvroute.loadtests.mock_engine.block_keys import block_keys
 from kvroute.types import KeyMode
 
-ROOT_VECTORS = {
-    (): 0xA4E4EDB25E57F53B,
-    ("m",): 0x8886767C65EAFD66,
-    ("m", "x"): 0x0C9941727DADFB4E,
-    ("m", None, "x"): 0xBFAC8023FA084EA9,
+TEXT_ROOTS = {
+    Namespace(): 0xA4E4EDB25E57F53B,
+    Namespace(model="m"): 0x8886767C65EAFD66,
+    Namespace(model="m", adapter="x"): 0x0C9941727DADFB4E,
+    Namespace(model="m", cache_salt="x"): 0xBFAC8023FA084EA9,
 }
+TEXT_ROOT = 0x8886767C65EAFD66
 BYTE_VECTOR = [0xBD2836E526A5DE4E, 0x2ACD098B6E732394, 0xC58921DE0F09FEAE]
 TOKEN_VECTOR = [0x5FA7514C76AC4F31, 0xBB816FDC20703BA4]
 FULL = Namespace(
@@ -110,15 +110,16 @@ def cbor_head(major: int, number: int) -> bytes:
 
 def test_vectors() -> None:
     """Keys are shared between processes, replicas and versions: these may never change."""
-    assert {parts: namespace_key(*parts) for parts in ROOT_VECTORS} == ROOT_VECTORS
-    assert list(byte_keys(bytes(range(200)), namespace_key("m"), 64).keys) == BYTE_VECTOR
-    assert list(token_keys(range(40), namespace_key("m"), 16).keys) == TOKEN_VECTOR
+    assert {parts: parts.root("text") for parts in TEXT_ROOTS} == TEXT_ROOTS
+    assert list(byte_keys(bytes(range(200)), TEXT_ROOT, 64).keys) == BYTE_VECTOR
+    assert list(token_keys(range(40), TEXT_ROOT, 16).keys) == TOKEN_VECTOR
 
 
 def test_another_process_with_another_hash_seed_makes_the_same_keys() -> None:
     code = (
         "from kvroute.conductor.keys import *;"
-        "print(byte_keys(bytes(range(200)), namespace_key('m', 'a', 's'), 64).keys)"
+        "root = Namespace(model='m', adapter='a', cache_salt='s').root('text');"
+        "print(byte_keys(bytes(range(200)), root, 64).keys)"
     )
     outputs = {
         subprocess.run(
@@ -130,31 +131,32 @@ def test_another_process_with_another_hash_seed_makes_the_same_keys() -> None:
         ).stdout
         for seed in ("1", "2")
     }
-    assert outputs == {f"{byte_keys(bytes(range(200)), namespace_key('m', 'a', 's'), 64).keys}\n"}
+    root = Namespace(model="m", adapter="a", cache_salt="s").root("text")
+    assert outputs == {f"{byte_keys(bytes(range(200)), root, 64).keys}\n"}
 
 
 def test_each_part_of_the_namespace_separates_and_none_can_pose_as_another() -> None:
     """Base model, adapter and salt give separate keys; a LoRA named "x" is not a salt "x"."""
-    parts = [
-        {},
-        {"model": "x"},
-        {"adapter": "x"},
-        {"cache_salt": "x"},
-        {"extra_key": "x"},
-        {"domain": "x"},
-        {"model": ""},
-        {"adapter": ""},
-        {"model": "x", "adapter": "y"},
-        {"model": "xy"},
-        {"model": "x", "cache_salt": "y"},
-        {"model": "xa\x01\0\0\0\0\0\0\0y"},
-        {"model": "\ud800"},
+    apart = [
+        Namespace(),
+        Namespace(model="x"),
+        Namespace(adapter="x"),
+        Namespace(cache_salt="x"),
+        Namespace(extra_key="x"),
+        Namespace(model=""),
+        Namespace(adapter=""),
+        Namespace(model="x", adapter="y"),
+        Namespace(model="xy"),
+        Namespace(model="x", cache_salt="y"),
+        Namespace(model="xa\x01\0\0\0\0\0\0\0y"),
+        Namespace(model="\ud800"),
     ]
-    assert len({namespace_key(**each) for each in parts}) == len(parts)
+    roots = {namespace.root("text") for namespace in apart} | {Namespace().root("x")}
+    assert len(roots) == len(apart) + 1
 
 
 def test_only_full_chunks_have_keys_and_a_longer_prompt_extends_them() -> None:
-    root = namespace_key("m")
+    root = TEXT_ROOT
     prompt = b"0123456789" * 20
     short, longer = byte_keys(prompt[:130], root, 64), byte_keys(prompt, root, 64)
     assert len(short.keys) == 2
@@ -167,13 +169,13 @@ def test_only_full_chunks_have_keys_and_a_longer_prompt_extends_them() -> None:
 
 def test_keys_are_chained_over_all_blocks() -> None:
     """[a, b, c] is not [z, b, c], and B after A is not B alone."""
-    root = namespace_key("m")
+    root = TEXT_ROOT
     abc, zbc, bc = (
         token_keys(ids, root, 2).keys for ids in ([1, 1, 2, 2, 3, 3], [9, 9, 2, 2, 3, 3], [2, 2, 3, 3])
     )
     assert not set(abc) & set(zbc)
     assert not set(abc) & set(bc)
-    assert not set(abc) & set(token_keys([1, 1, 2, 2], namespace_key("other"), 2).keys)
+    assert not set(abc) & set(token_keys([1, 1, 2, 2], Namespace(model="other").root("text"), 2).keys)
 
 
 def test_token_ids_as_integers_or_packed() -> None:

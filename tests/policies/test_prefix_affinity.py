@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from kvroute.conductor.approximate import ApproximateIndex
-from kvroute.conductor.keys import byte_keys, namespace_key
+from kvroute.conductor.keys import Namespace, byte_keys
 from kvroute.policies.prefix_affinity import PrefixAffinity
 from kvroute.types import Decision, Fleet, PrefixMatch, RequestView
 
@@ -90,7 +90,7 @@ def test_one_common_system_prompt_does_not_pin_everything_to_one_worker() -> Non
     ids = [worker.id for worker in crowd.workers]
     for _ in range(40):
         prompt = b"s" * 4096 + random.randbytes(600)
-        keys = byte_keys(prompt, namespace_key("m"), 512)
+        keys = byte_keys(prompt, Namespace(model="m").root("text"), 512)
         matches = [PrefixMatch(blocks * keys.block_tokens) for blocks in index.match(keys.keys, ids)]
         seen = Fleet(0.0, crowd.workers, crowd.loads, matches, [index.held_blocks(name) for name in ids])
         worker = policy.decide(RequestView(prompt_tokens=keys.prompt_tokens), seen).candidate.prefill

@@ -48,6 +48,24 @@ def test_trust_returns_after_probes_that_match() -> None:
     assert observe(agreement, False, False) == [False, False]
 
 
+def test_trust_that_returns_on_another_thread_does_not_disturb_use() -> None:
+    """The last match that was needed may be observed between any two steps of `use`."""
+
+    class Interrupted(Clock):
+        def __call__(self) -> float:
+            if self.now_s >= at_s:
+                observe(agreement, *[True] * TRUST_AFTER)
+            return self.now_s
+
+    at_s = Clock.now_s + PROBE_AFTER_S
+    clock = Interrupted()
+    agreement = Agreement(clock)
+    observe(agreement, False, False, False)
+    clock.now_s = at_s
+    assert agreement.use() is Use.NONE
+    assert agreement.use() is Use.EXACT
+
+
 def test_a_probe_that_fails_starts_the_wait_again() -> None:
     clock = Clock()
     agreement = Agreement(clock)

@@ -9,8 +9,9 @@ from random import Random
 from typing import Any, get_args
 
 import pytest
+from structlog.testing import capture_logs
 
-from kvroute.conductor.keys import namespace_key, token_keys
+from kvroute.conductor.keys import Namespace, token_keys
 from kvroute.conductor.prompts import ROUTES
 from kvroute.conductor.tokens import exact as exact_module
 from kvroute.conductor.tokens.cases import conversations
@@ -18,7 +19,7 @@ from kvroute.conductor.tokens.exact import ExactTokenizer
 from kvroute.conductor.tokens.outcome import REASONS, Reason, TokenizedPrompts, Unavailable
 from kvroute.types import EngineKind
 
-from .tiny import SPECIAL, exact, ids, train, write
+from .tiny import SIMPLE, SPECIAL, exact, ids, train, write
 
 REFERENCE = train()
 CHAT, COMPLETIONS = b"/v1/chat/completions", b"/v1/completions"
@@ -170,6 +171,20 @@ def test_anything_is_answered(tokenizer: ExactTokenizer) -> None:
         assert isinstance(made, TokenizedPrompts) or made.reason in REASONS, fields
 
 
+def test_a_template_that_cannot_be_compiled_is_named(tmp_path: Path) -> None:
+    templates = [{"name": "default", "template": SIMPLE}, {"name": "tool_use", "template": "{% if %}"}]
+    directory = write(tmp_path, chat_template=templates)
+    with capture_logs() as logs:
+        made = exact(directory)
+    (line,) = logs
+    assert (line["event"], line["log_level"]) == ("chat_template_failed", "warning")
+    assert (line["template"], line["tokenizer"]) == ("tool_use", str(directory / "tokenizer.json"))
+    assert ids(made.encode(CHAT, HELLO))
+    assert made.template_fallbacks == 0
+    made.encode(CHAT, {"messages": [{"role": "user", "content": "\ufffd"}]})
+    assert made.template_fallbacks == 1
+
+
 def test_depth_is_no_crash(tokenizer: ExactTokenizer) -> None:
     deep: Any = {}
     for _ in range(100_000):
@@ -179,7 +194,7 @@ def test_depth_is_no_crash(tokenizer: ExactTokenizer) -> None:
 
 
 def test_a_growing_chat_extends_its_ids(tokenizer: ExactTokenizer) -> None:
-    root = namespace_key("m", domain="ids")
+    root = Namespace(model="m").root("ids")
     messages: list[dict[str, str]] = []
     before: list[int] = []
     for turn in range(12):

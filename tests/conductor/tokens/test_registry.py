@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,10 @@ import httpx
 import pytest
 
 from kvroute.conductor.tokens import registry as registry_module
-from kvroute.conductor.tokens.exact import THREAD_ABOVE_BYTES, ExactTokenizer
+from kvroute.conductor.tokens.exact import ExactTokenizer
 from kvroute.conductor.tokens.files import UnusableTokenizer
 from kvroute.conductor.tokens.outcome import Unavailable
-from kvroute.conductor.tokens.registry import TokenizerOptions, Tokenizers, load_checked, needs_later
+from kvroute.conductor.tokens.registry import TokenizerOptions, Tokenizers, load_checked
 
 from .tiny import exact, ids, write
 
@@ -36,64 +35,15 @@ def ready(made: ExactTokenizer, **more: Any) -> Tokenizers:
     return Tokenizers({"m": LOCAL, "n": TokenizerOptions("bytes")}, load=load, **more)
 
 
-async def test_a_model_is_found_by_its_name_its_adapters_and_alone(made: ExactTokenizer) -> None:
+async def test_a_model_is_found_by_its_configured_name(made: ExactTokenizer) -> None:
     tokenizers = ready(made)
     await tokenizers.run()
-    expected = made.encode(COMPLETIONS, FOX)
-    tokenizers.name_adapters({"lora": "m", "other": "unknown"})
-    for model in ("m", "lora", "m:lora", None):
-        assert tokenizers.now(model, COMPLETIONS, FOX) == expected
-    for model in ("n", "other", "unknown", "x:y"):
+    assert tokenizers.now("m", COMPLETIONS, FOX) == made.encode(COMPLETIONS, FOX)
+    for model in ("n", "unknown", "m:lora"):
         assert tokenizers.now(model, COMPLETIONS, FOX) == Unavailable("no_tokenizer")
-        assert await tokenizers.later(model, COMPLETIONS, FOX) == Unavailable("no_tokenizer")
-    tokenizers.close()
-
-
-async def test_large_bodies_are_answered_later(made: ExactTokenizer) -> None:
-    tokenizers = ready(made)
-    await tokenizers.run()
-    body = json.dumps(FOX).encode()
-    assert tokenizers.now("m", COMPLETIONS, body) is None
-    expected = made.encode(COMPLETIONS, FOX)
-    assert await tokenizers.later("m", COMPLETIONS, body) == expected
-    assert await tokenizers.later("m", COMPLETIONS, FOX) == expected
-    # What orjson refuses and Python's parser takes.
-    assert await tokenizers.later("m", COMPLETIONS, body[:-1] + b', "top_p": NaN}') == expected
-    for bad in (b"[1]", b"{", b"[" * 100_000, b"\xff"):
-        assert await tokenizers.later("m", COMPLETIONS, bad) == Unavailable("shape")
-    assert not needs_later(THREAD_ABOVE_BYTES)
-    assert needs_later(THREAD_ABOVE_BYTES + 1)
-    tokenizers.close()
-
-
-async def test_later_is_bounded(made: ExactTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry_module, "MAX_BODY_BYTES", 30)
-    monkeypatch.setattr(registry_module, "MAX_WAITING", 2)
-    tokenizers = ready(made)
-    await tokenizers.run()
-    assert await tokenizers.later("m", COMPLETIONS, b" " * 31) == Unavailable("too_long")
-    hold, started = threading.Event(), threading.Semaphore(0)
-    encode = made.encode
-
-    def held(path: bytes, fields: Any) -> Any:
-        started.release()
-        hold.wait(10)
-        return encode(path, fields)
-
-    monkeypatch.setattr(made, "encode", held)
-    asked = [asyncio.create_task(tokenizers.later("m", COMPLETIONS, FOX)) for _ in range(3)]
-    await asyncio.sleep(0)
-    assert await asked[2] == Unavailable("busy")
-    # The one that gave up still has its thread, and its room.
-    await asyncio.to_thread(lambda: [started.acquire(timeout=10) for _ in range(2)])
-    asked[0].cancel()
-    await asyncio.gather(asked[0], return_exceptions=True)
-    assert await tokenizers.later("m", COMPLETIONS, FOX) == Unavailable("busy")
-    hold.set()
-    assert ids(await asked[1])
-    for _ in range(3):
-        assert ids(await tokenizers.later("m", COMPLETIONS, FOX)), "room was not given back"
-    tokenizers.close()
+    # Its name may have come to stand for a model of another source since `now` said None.
+    for model in ("m", "n", "unknown"):
+        assert await tokenizers.ask_engine(model, COMPLETIONS, FOX, "http://e") == Unavailable("no_tokenizer")
 
 
 async def test_nothing_waits_for_a_tokenizer_that_is_loading(made: ExactTokenizer) -> None:
@@ -107,13 +57,11 @@ async def test_nothing_waits_for_a_tokenizer_that_is_loading(made: ExactTokenize
     running = asyncio.create_task(tokenizers.run())
     await asyncio.sleep(0)
     assert tokenizers.now("m", COMPLETIONS, FOX) == Unavailable("loading")
-    assert await tokenizers.later("m", COMPLETIONS, FOX) == Unavailable("loading")
     assert tokenizers.loaded() == {"m": False}
     release.set()
     await running
     assert tokenizers.loaded() == {"m": True}
     assert ids(tokenizers.now("m", COMPLETIONS, FOX))
-    tokenizers.close()
 
 
 async def test_a_load_that_fails_is_tried_again_ever_later(
@@ -141,7 +89,6 @@ async def test_a_load_that_fails_is_tried_again_ever_later(
     await tokenizers.run()
     assert waits == [5, 10, 20, 40, 80, 160, 320, 600, 600, 600, 600]
     assert ids(tokenizers.now("bad", COMPLETIONS, FOX))
-    tokenizers.close()
 
 
 async def test_predictions_that_do_not_hold_are_not_used(made: ExactTokenizer) -> None:
@@ -152,7 +99,6 @@ async def test_predictions_that_do_not_hold_are_not_used(made: ExactTokenizer) -
         tokenizers.observe_prompt_tokens("m", 10, 12)
     tokenizers.observe_prompt_tokens("unknown", 10, 12)
     assert tokenizers.now("m", COMPLETIONS, FOX) == Unavailable("mismatch")
-    assert await tokenizers.later("m", COMPLETIONS, FOX) == Unavailable("mismatch")
     now_s[0] += 1000
     answers = [tokenizers.now("m", COMPLETIONS, FOX) for _ in range(8)]
     tokens = len(ids(made.encode(COMPLETIONS, FOX))[0])
@@ -161,7 +107,6 @@ async def test_predictions_that_do_not_hold_are_not_used(made: ExactTokenizer) -
         tokenizers.observe_prompt_tokens("m", tokens, tokens)
     assert ids(tokenizers.now("m", COMPLETIONS, FOX))
     assert tokenizers.agreements()["m"].losses == 1
-    tokenizers.close()
 
 
 async def test_the_engine_as_the_source() -> None:
@@ -174,11 +119,11 @@ async def test_the_engine_as_the_source() -> None:
         tokenizers = Tokenizers({"m": TokenizerOptions("engine")}, client)
         await tokenizers.run()
         assert tokenizers.now("m", COMPLETIONS, FOX) is None
-        assert ids(await tokenizers.later("m", COMPLETIONS, FOX, "http://e")) == [[1, 2]]
-        assert ids(await tokenizers.later("m", COMPLETIONS, b'{"prompt": "a"}', "http://e")) == [[1, 2]]
-        assert await tokenizers.later("m", COMPLETIONS, b"[]", "http://e") == Unavailable("shape")
-        assert await tokenizers.later("m", COMPLETIONS, FOX) == Unavailable("engine_error")
-        tokenizers.close()
+        assert ids(await tokenizers.ask_engine("m", COMPLETIONS, FOX, "http://e")) == [[1, 2]]
+        for _ in range(3):
+            tokenizers.observe_prompt_tokens("m", 2, 3)
+        distrusted = await tokenizers.ask_engine("m", COMPLETIONS, FOX, "http://e")
+        assert distrusted == Unavailable("mismatch")
 
 
 async def test_an_engine_that_tokenises_otherwise_is_found_out(made: ExactTokenizer) -> None:
@@ -203,12 +148,10 @@ async def test_an_engine_that_tokenises_otherwise_is_found_out(made: ExactTokeni
         assert await tokenizers.compare("m", "http://e") is False
         assert tokenizers.now("m", COMPLETIONS, FOX) == Unavailable("mismatch")
         assert tokenizers.agreements()["m"].losses == 1
-        tokenizers.close()
     async with httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(404))) as client:
         tokenizers = ready(made, client=client)
         await tokenizers.run()
         assert await tokenizers.compare("m", "http://e") is None
-        tokenizers.close()
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ ARGUMENTS = each("name, value", "c.function.arguments.items()", "{{ value }}")
 def render(source: str, content: Any = "hi", use_minijinja: bool = False, **given: Any) -> str:
     template = ChatTemplate(source, {"bos_token": "<s>"}, use_minijinja)
     made = template.render([{"role": "user", "content": content}], given.pop("go_on", False), **given)
-    assert template.minijinja_refusals == 0
+    assert template.fallbacks == 0
     return made
 
 
@@ -82,7 +82,7 @@ def test_what_minijinja_refuses_jinja2_renders_and_it_is_counted() -> None:
     source = "{{ 'a'.zfill(3) }}"
     template = ChatTemplate(source, {}, use_minijinja=True)
     assert template.render([], False) == "00a"
-    assert template.minijinja_refusals == 1
+    assert template.fallbacks == 1
 
 
 @BOTH
