@@ -219,8 +219,8 @@ class RemoteConductor:
             self._look_once_more(lookups)
 
     def _look_once_more(self, lookups: Sequence[int]) -> None:
-        # An answer may have come while the loop was busy. What a timer calls soon, uvloop does before it reads
-        # sockets again; what that calls soon, after.
+        # An answer may have come while the loop was busy. What a timer calls soon, uvloop does before it
+        # reads its sockets again; what that calls soon, after.
         self._loop.call_soon(self._loop.call_soon, self._expire, lookups)
 
     def _expire(self, lookups: Sequence[int]) -> None:
