@@ -69,7 +69,8 @@ class ConductorServer:
         self.url = ""
         self.lookup_address: str | None = None
         self.snapshots: Counter[str] = Counter()
-        """Snapshots by result: saved, failed; sections by result: restored; files and sections refused."""
+        """Snapshots by result: saved, failed; sections by result: restored, skipped; files and sections
+        refused."""
         self.restored = asyncio.Event()
         """Set when the snapshot, if any, has been loaded: events are then followed from where it ended."""
 
@@ -185,15 +186,18 @@ class ConductorServer:
             worker for worker in snapshot.sections if not conductor.knows(worker)
         ]  # a client was faster
         adopted = [(worker, conductor.adopt(worker)) for worker in unknown[:MAX_INSTANCES]]
+        if len(unknown) > MAX_INSTANCES:
+            self.snapshots["skipped_limit"] += len(unknown) - MAX_INSTANCES
+            log.warning("snapshot has too many workers", workers=len(unknown), limit=MAX_INSTANCES)
         for worker, worker_id in adopted:
             watermarks = None
             try:
                 watermarks = await snapshot.load(worker, conductor.index, worker_id)
-                self.snapshots["restored"] += 1
             except SnapshotRefused as refused:
                 self._refuse(refused)
             try:
                 conductor.begin(worker_id, watermarks)
+                self.snapshots["restored"] += watermarks is not None
             except ValueError as error:
                 self._refuse(SnapshotRefused("malformed", f"snapshot of {worker_id}: {error}"))
         snapshot.close()

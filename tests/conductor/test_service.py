@@ -16,13 +16,17 @@ from typing import Any
 import httpx
 import pytest
 from msgspec.structs import replace
+from xxhash import xxh3_128
 
+from kvroute.conductor import service
 from kvroute.conductor.core import Engine, Service
+from kvroute.conductor.events import Watermark
 from kvroute.conductor.index import Holder, PrefixIndex
 from kvroute.conductor.keys import token_keys
 from kvroute.conductor.remote import RemoteConductor, RemoteOptions
 from kvroute.conductor.service import CannotListen, ConductorOptions, ConductorServer, conducting
 from kvroute.conductor.snapshot import Snapshot
+from kvroute.conductor.snapshot_format import End, Rank, Section, framed
 from kvroute.loadtests.mock_engine import MockFleet, MockOptions
 from kvroute.types import Trust
 from tests.conductor.storm import MODEL, Driven, Prompts, known
@@ -30,6 +34,7 @@ from tests.kit import until
 from tests.process import clean_environment
 
 BLOCK = 16
+END_BYTES = len(framed(End(bytes(16))))
 ENGINES = MockOptions(
     engines=2,
     speed=math.inf,
@@ -286,6 +291,33 @@ async def test_a_file_that_cannot_be_used_is_counted_and_the_events_are_asked_fo
             assert engines.held(server) == engines.truth()
             metrics = (await http.get("/metrics")).text
             assert f'kvroute_conductor_snapshots_total{{result="refused_{reason}"}} 1.0' in metrics
+
+
+async def test_of_too_many_workers_in_a_file_the_rest_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with town() as engines:
+        await stopped(engines, tmp_path)
+        monkeypatch.setattr(service, "MAX_INSTANCES", 1)
+        async with conducting(options(tmp_path)) as server:
+            await until(server.restored.is_set)
+            assert server.snapshots == {"restored": 1, "skipped_limit": 1}
+            assert [*server.conductor.registrations] == ["p0|default|0"]
+
+
+async def test_a_restored_service_that_cannot_be_followed_is_refused_and_forgotten(tmp_path: Path) -> None:
+    async with town() as engines:
+        await stopped(engines, tmp_path)
+        path = tmp_path / "snapshot"
+        good = path.read_bytes()[:-END_BYTES]
+        wild = Service("tcp://*:1", "wild", "mock", BLOCK, replay_endpoint="tcp://*:2")
+        data = good + framed(Section(wild, (Rank(0, BLOCK, Watermark(5, 5)),)))
+        path.write_bytes(data + framed(End(xxh3_128(data).digest())))
+        async with conducting(options(tmp_path)) as server:
+            await engines.caught_up(server)
+            assert (server.snapshots["restored"], server.snapshots["refused_malformed"]) == (2, 1)
+            assert [*server.conductor.registrations] == ["p0|default|0", "p1|default|0"]
+            assert engines.held(server) == engines.truth()
 
 
 async def test_configured_services_are_stronger_than_the_file(tmp_path: Path) -> None:
