@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from kvroute.conductor.events import objects
 from kvroute.conductor.events.apply import INSISTENCE, Applier
 from kvroute.conductor.events.limits import FeedLimits
 from kvroute.conductor.index import Holder, PrefixIndex
@@ -304,3 +305,18 @@ def test_objects_of_a_store_are_known_by_the_engines_names() -> None:
     change("cleared")
     assert held() == (0, 0)
     bench.index.check_integrity()
+
+
+def test_names_of_objects_are_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "OBJECTS", 2)
+    bench = Bench()
+    bench.happens(chain(1, 3))
+    store = Applier(bench.index, Holder("store"), Namespace(model="m"), resolve=bench.applier.key_of)
+    for name in (3, 2, 1):
+        event = {"event_type": "stored", "seq_hashes": [name], "object_key": f"o{name}"}
+        store.apply(batch(0, event), 0.0)
+    held = bench.index.held_blocks("store")
+    for name, left in ((3, held), (2, held - 1), (1, held - 2)):  # the first one's name is forgotten
+        store.apply(batch(0, {"event_type": "removed", "object_key": f"o{name}"}), 0.0)
+        assert bench.index.held_blocks("store") == left
+    assert held == 3

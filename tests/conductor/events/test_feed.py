@@ -13,6 +13,7 @@ import pytest
 import uvloop
 import zmq
 import zmq.asyncio
+from structlog.testing import capture_logs
 
 from kvroute.conductor.events import (
     EventFeed,
@@ -20,7 +21,11 @@ from kvroute.conductor.events import (
     FeedLimits,
     HolderHealth,
     Watermark,
+    subscriber,
 )
+from kvroute.conductor.events.apply import Applier
+from kvroute.conductor.events.batches import Batch
+from kvroute.conductor.events.trust import LEAST, WINDOW
 from kvroute.conductor.index import Holder, PrefixIndex
 from kvroute.conductor.keys import Namespace, token_keys
 from kvroute.loadtests.mock_engine import MockFleet, MockOptions
@@ -66,10 +71,10 @@ class Publisher:
             client, _, first = await self.router.recv_multipart()
             self.asked.append(int.from_bytes(first, "big"))
             if not self.silent:
-                for message in self.buffer:
-                    if message[1] >= first:
-                        await self.router.send_multipart([client, b"", *message])
-                await self.router.send_multipart([client, *END])
+                answers = [[b"", *message] for message in self.buffer if message[1] >= first]
+                at_once: zmq.Socket[bytes] = zmq.Socket.shadow(self.router.underlying)
+                for answer in (*answers, END):
+                    at_once.send_multipart([client, *answer])
 
     async def close(self) -> None:
         self._task.cancel()
@@ -301,6 +306,169 @@ async def test_answers_that_belie_the_index_lower_trust(bench: Bench, publisher:
     for _ in range(64):
         bench.feed.observe("w", 400, 400, 1000)
     assert bench.feed.trust("w") is Trust.EXACT
+
+
+async def test_earlier_answers_say_nothing_of_an_engine_that_restarted(
+    bench: Bench, publisher: Publisher
+) -> None:
+    publisher.add()
+    bench.feed.follow("w", [publisher.source], MODEL, min_block_tokens=4)
+    await asyncio.wait_for(bench.feed.settled("w"), 5)
+    for _ in range(20):
+        bench.feed.observe("w", 400, 0, 1000)
+    assert bench.feed.trust("w") is Trust.LOAD_ONLY
+    publisher.buffer.clear()
+    publisher.add(stored([70], range(4)))
+    await until(lambda: bench.health().counters["restarts"] == 1)
+    await until(lambda: bench.feed.trust("w") is Trust.EXACT)
+
+
+async def test_what_was_missed_once_no_longer_matters_when_all_answers_agree(
+    bench: Bench, publisher: Publisher
+) -> None:
+    bench.feed.follow("w", [EventSource(publisher.source.endpoint)], MODEL, min_block_tokens=4)
+    await until(lambda: bench.health().reasons == ("incomplete",))
+    publisher.add()
+    await bench.reaches(1)
+    for number in range(WINDOW):
+        assert bench.feed.trust("w") is Trust.APPROXIMATE, number
+        bench.feed.observe("w", 400, 400, 1000)
+    assert bench.feed.trust("w") is Trust.EXACT
+    bench.feed.observe("w", 400, 800, 1000)
+    assert bench.feed.trust("w") is Trust.APPROXIMATE
+
+
+@pytest.mark.parametrize("told", ["salt", "adapter", "token ids"])
+async def test_a_worker_whose_events_are_of_another_namespace_is_not_believed_for_long(
+    bench: Bench, publisher: Publisher, told: str
+) -> None:
+    """Its blocks are confirmed, and no request ever has their keys: only its answers can tell."""
+    first = {
+        "salt": stored([1, 2], range(8), extra_keys=[["not of the requests"], None]),
+        "adapter": stored([1, 2], range(8), lora_id=1, lora_name="x", extra_keys=[["x"], ["x"]]),
+        "token ids": stored([1, 2], range(1000, 1008)),
+    }[told]
+    publisher.add(first)
+    bench.feed.follow("w", [publisher.source], MODEL, min_block_tokens=4)
+    await asyncio.wait_for(bench.feed.settled("w"), 5)
+    await until(lambda: bench.feed.trust("w") is Trust.EXACT)
+    assert bench.health().held_blocks == 2
+    keys = {4: token_keys(range(400), MODEL.root("ids"), 4)}
+    for _ in range(LEAST):
+        (match,) = bench.index.match(keys, ["w"])
+        bench.feed.observe("w", match.tokens, 8, 400)
+    health = bench.feed.health("w")
+    assert health is not None
+    assert (health.trust, health.reasons) == (Trust.APPROXIMATE, ("underpredicted",))
+    assert (health.observed, health.underpredicted) == (LEAST, LEAST)
+
+
+async def test_a_batch_that_cannot_be_applied_lowers_trust_and_the_next_is(
+    bench: Bench, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Applier.apply
+
+    def apply(self: Applier, batch: Batch, now_s: float) -> None:
+        if batch.seq == 1:
+            raise RuntimeError("no such case")
+        real(self, batch, now_s)
+
+    monkeypatch.setattr(Applier, "apply", apply)
+    publisher.add()
+    bench.feed.follow("w", [publisher.source], MODEL, min_block_tokens=4)
+    await bench.reaches(1)
+    await until(lambda: bench.feed.trust("w") is Trust.EXACT)
+    with capture_logs() as logs:
+        publisher.add(CLEARED)
+        await until(lambda: bench.health().last_seq == 1)
+    (line,) = [one for one in logs if one["event"] == "event batch not applied"]
+    assert (line["worker"], line["dp_rank"], line["seq"]) == ("w", 0, 1)
+    assert line["endpoint"] == publisher.source.endpoint
+    publisher.add(stored([2], range(4, 8), 1))
+    await bench.reaches(2)
+    assert bench.health().reasons == ("bad_events",)
+    assert bench.health().counters["failed_batches"] == 1
+
+
+@pytest.mark.parametrize(("ts_s", "lag_s"), [(1000.0, 5.0), (1010.0, 0.0), (0.0, None)])
+async def test_lag_by_the_clock_of_the_engine(publisher: Publisher, ts_s: float, lag_s: float | None) -> None:
+    """Its clock may be ahead of ours, and it may have none."""
+    bench = Bench()
+    bench.feed = EventFeed(bench.index, limits=QUICK, wall_s=lambda: 1005.0)
+    publisher.buffer = [frames(0, block(0), ts_s=999.0), frames(1, block(1), ts_s=ts_s)]
+    bench.feed.follow("w", [publisher.source], MODEL, min_block_tokens=4)
+    await bench.reaches(2)
+    assert bench.health().lag_s == lag_s
+    await bench.feed.close()
+
+
+async def test_what_fell_between_the_connection_and_the_subscription_is_asked_for_soon(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscriber, "_HANDSHAKE_S", 0.05)
+    bench = Bench(FeedLimits(verify_s=60.0))
+    publisher.add()
+    bench.feed.follow("w", [publisher.source], MODEL, min_block_tokens=4)
+    await asyncio.wait_for(bench.feed.settled("w"), 5)
+    publisher.add(send=False)
+    await bench.reaches(2)
+    assert bench.health().counters["gaps"] == 0
+    await bench.feed.close()
+
+
+async def test_answers_to_a_replay_that_another_has_replaced_are_ignored(
+    bench: Bench, publisher: Publisher
+) -> None:
+    for _ in range(5):
+        publisher.add()
+    bench.feed.follow("w", [publisher.source], MODEL, min_block_tokens=4)
+    await bench.reaches(5)
+    # Another process has the same sockets. It is known by the first answer to the next check, and the
+    # others are of a replay that began too late.
+    publisher.buffer[:] = [frames(seq, block(seq), ts_s=9.0) for seq in range(60)]
+    await bench.reaches(60)
+    counters = bench.health().counters
+    assert (counters["restarts"], counters["missing"], counters["replay_failures"]) == (1, 0, 0)
+    assert bench.feed.trust("w") is Trust.EXACT
+    (following,) = bench.feed._subscribers("w")
+    await until(lambda: len(following._tasks) == 2)  # nobody waits for the first replay's end
+
+
+@pytest.mark.parametrize("queue", ["stream", "actions"])
+async def test_batches_still_queued_of_a_worker_that_left_add_nothing(
+    bench: Bench, publisher: Publisher, queue: str
+) -> None:
+    publisher.silent = True
+    bench.feed.follow("w", [publisher.source], MODEL, block_tokens=4, min_block_tokens=4)
+    await until(lambda: bool(publisher.asked))
+    for _ in range(100):
+        publisher.add()
+    await until(lambda: bench.health().waiting == 100)
+    bench.feed.pause("w")
+    (following,) = bench.feed._subscribers("w")
+    if queue == "actions":  # the replay has nothing: what waited is to be applied now
+        following._todo.extend(following.stream.replay_ended())
+        following._spawn(following._catch_up())
+        assert (following.stream.waiting, bench.health().waiting) == (0, 100)
+    bench.feed.unfollow("w")
+    following.resume()
+    publisher.silent = False
+    publisher.add()
+    await bench.feed.close()  # when every task of it has ended
+    assert (bench.index.entries, bench.index.blocks.blocks) == (0, 0)
+    assert bench.index.holders_of("w") == []
+    bench.index.check_integrity()
+
+
+async def test_a_worker_known_by_predictions_alone_is_unfollowed_as_well(bench: Bench) -> None:
+    keys = token_keys(range(40_000), MODEL.root("ids"), 4)
+    bench.index.predict("w", keys)
+    assert bench.index.match({4: keys}, ["w"])[0].predicted_tokens == 40_000
+    bench.feed.unfollow("w")
+    assert bench.index.match({4: keys}, ["w"])[0].predicted_tokens == 0
+    await until(lambda: bench.index.entries == 0)
+    bench.index.predict("w", keys)
+    assert bench.index.entries == 0
 
 
 async def test_a_worker_is_followed_once_and_gone_without_a_trace(bench: Bench, publisher: Publisher) -> None:

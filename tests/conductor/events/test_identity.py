@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from kvroute.conductor.events import identity
 from kvroute.conductor.events.batches import Stored
-from kvroute.conductor.events.identity import Identity, identify
-from kvroute.conductor.keys import pack_extras
+from kvroute.conductor.events.identity import Identity, Roots, identify
+from kvroute.conductor.keys import Namespace, pack_extras
 from tests.conductor.events.wire import only, stored
 
 
@@ -56,3 +57,13 @@ def test_an_adapter_of_which_only_a_number_is_known_is_never_the_base_model() ->
     assert found.adapter not in (None, "3")
     assert found.guessed == 1
     assert read(None, lora_id=4).adapter != found.adapter
+
+
+def test_roots_of_many_salts_are_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "ROOTS", 3)
+    roots = Roots(Namespace(model="m"))
+    for salt in [*map(str, range(10)), "0"]:
+        expected = Namespace(model="m", cache_salt=salt).root("ids")
+        assert roots.of(Identity(salt=salt)) == expected
+        assert roots.of(Identity(salt=salt)) == expected
+        assert len(roots._known) <= 3

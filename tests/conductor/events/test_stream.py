@@ -243,6 +243,21 @@ def test_waiting_is_bounded_in_bytes() -> None:
     assert (stream.waiting, stream.counts["overflows"]) == (1, 1)
 
 
+def test_two_processes_under_one_number_are_both_asked_for_again() -> None:
+    stream = live_at(5)
+    stream.live(one(8))
+    stream.live(one(8))
+    assert (stream.waiting, stream.counts["duplicates"]) == (1, 1)
+    stream.live(one(8, life=1))
+    assert (stream.waiting, stream.counts["overflows"]) == (0, 0)
+    assert stream.live(one(9, life=1)) == []
+    assert replayed(stream, one(5))[-1] == AskReplay(5)
+    assert stream.replayed(one(5, life=1)) == [Clear("restart"), AskReplay(0)]
+    again = [one(seq, life=1) for seq in range(10)]
+    assert replayed(stream, *again) == [Apply(batch) for batch in again]
+    assert stream.complete
+
+
 def test_what_cannot_be_read_is_asked_for_and_if_that_cannot_either_all_is_rebuilt() -> None:
     stream = live_at(5)
     assert stream.undecodable(Undecodable("payload", 6)) == [AskReplay(5)]
