@@ -83,6 +83,10 @@ def test_config_prints_what_serve_would_use(tmp_path: Path) -> None:
         ),
         ("shadow_policy: ronud_robin", "kvroute: shadow_policy: unknown policy 'ronud_robin'; known: "),
         ("prefix_index: {max_bytes: 1}", "kvroute: prefix_index.max_bytes: Input should be greater than or"),
+        (
+            "conductor: {services: [{endpoint: tcp://a:1, instance_id: i, modelname: m, block_size: 0}]}",
+            "kvroute: conductor.services.0.block_size: Input should be greater than 0",
+        ),
         ("upstream_ca_file: /nonexistent/ca.pem", "kvroute: upstream_ca_file: /nonexistent/ca.pem: "),
     ],
 )
