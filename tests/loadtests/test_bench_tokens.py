@@ -1,19 +1,32 @@
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvroute.loadtests import bench_tokens
 from kvroute.loadtests.bench_tokens import STAGES, TokensBench, run_bench_tokens, show_bench_tokens
+from kvroute.router.parsed_request import ParsedRequest
 from tests.conductor.tokens.tiny import write
 
 
 def test_figures_have_the_names_that_reports_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_tokens, "SIZES_BYTES", (2_000, 3_000))
-    monkeypatch.setattr(bench_tokens, "CHAT_BYTES", 6_000)
+    monkeypatch.setattr(bench_tokens, "CHAT_BYTES", 12_000)
     monkeypatch.setattr(bench_tokens, "LONG_BYTES", 10_000)
+    monkeypatch.setattr(bench_tokens, "PARSE_IN_THREAD_BYTES", 8_000)
+    read: set[tuple[bool, bool]] = set()
+    parse = bench_tokens.parse_request
+
+    def parse_request(path: bytes, headers: Any, body: bytes, source: Any) -> ParsedRequest:
+        read.add((len(body) > 8_000, threading.current_thread().name.startswith("read")))
+        return parse(path, headers, body, source)
+
+    monkeypatch.setattr(bench_tokens, "parse_request", parse_request)
     result = run_bench_tokens(TokensBench(write(tmp_path), rounds=2))
+    assert read == {(False, False), (True, True)}
     assert result["encoder"] == "fastokens"
     assert [row["bytes"] for row in result["fresh"]] == [2_000, 3_000]
     for row in [*result["fresh"], result["chat"]["last"]]:
