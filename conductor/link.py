@@ -32,13 +32,26 @@ class Link(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._transport.write(wire.frame([wire.Hello(wire.PROTOCOL)]))
 
-    def send(self, messages: Sequence[wire.Message]) -> int:
-        """Write them as one batch, or as several where one would be large; how many frames that made."""
+    def send(self, messages: Sequence[wire.Message]) -> tuple[int, int]:
+        """Write them as one batch, or as several where one would be large.
+
+        Returns how many frames that made, and how many messages were left out, as no frame could hold them.
+        """
         assert self._transport is not None
-        batches = _batches(messages)
-        for batch in batches:
-            self._transport.write(wire.frame(batch))
-        return len(batches)
+        left_out = 0
+        frames = []
+        for batch in _batches(messages):
+            try:
+                frames.append(wire.frame(batch))
+            except wire.WireError:  # one of them is larger than it looked
+                for message in batch:
+                    try:
+                        frames.append(wire.frame([message]))
+                    except wire.WireError:
+                        left_out += 1
+        for frame in frames:
+            self._transport.write(frame)
+        return len(frames), left_out
 
     def data_received(self, data: bytes) -> None:
         if self.closed.done():

@@ -203,12 +203,15 @@ class RemoteConductor:
         connection = self._connection
         if connection is None:  # it ended within this turn, and took the lookups with it
             return
-        self.frames_sent += connection.send(messages)
-        if lookups:
+        if lookups:  # before anything is sent: whatever becomes of that, they come back
             if self._silent_since_s is None:
                 self._silent_since_s = self._clock()
             deadline_s = self._clock() + self._options.budget_s
             self._loop.call_later(self._options.budget_s, self._check_budget, lookups, deadline_s)
+        frames, left_out = connection.send(messages)
+        self.frames_sent += frames
+        if left_out:
+            self.dropped[Fallback.TOO_LONG] += left_out
 
     def _check_budget(self, lookups: Sequence[int], deadline_s: float) -> None:
         # The loop's own time may be that of the turn's beginning: what this turn did is no fault of theirs.

@@ -23,7 +23,6 @@ log = structlog.get_logger(__name__)
 
 DEFAULT_BLOCK_TOKENS = 16
 """Where no worker has said what its blocks are."""
-SWEEP_PAUSE_S = 0.02
 CONNECT_WITHIN_S = 5.0
 """Until it is said that nobody answers where a worker's events should come from."""
 STARTING = frozenset({"restored", "connecting", "replaying"})
@@ -63,7 +62,6 @@ class Following:
         self._restore: Restore | None = None
         self._started = False
         self._restoring: set[asyncio.Task[None]] = set()
-        self._sweeping: asyncio.TimerHandle | None = None
         registry.on_change(self._member_changed)
 
     def start(self, restore: Restore | None = None) -> None:
@@ -75,8 +73,6 @@ class Following:
 
     async def close(self) -> None:
         """Idempotent."""
-        if self._sweeping is not None:
-            self._sweeping.cancel()
         for task in self._restoring:
             task.cancel()
         await asyncio.gather(*self._restoring, return_exceptions=True)
@@ -205,20 +201,9 @@ class Following:
     def _forget(self, worker_id: str) -> None:
         self.untrusted.discard(worker_id)
         self._not_followed.pop(worker_id, None)
-        if self._engines.pop(worker_id, None) is not None:
-            self.feed.unfollow(worker_id)
-            if self._remote is not None:
-                self._remote.unfollow(worker_id)
-        self._index.remove_worker(worker_id)
-        self._sweep()
-
-    def _sweep(self) -> None:
-        """Give a removed worker's memory back bit by bit, so that no request waits for it."""
-        if self._sweeping is not None:
-            self._sweeping.cancel()
-            self._sweeping = None
-        if self._index.sweep():
-            self._sweeping = asyncio.get_running_loop().call_later(SWEEP_PAUSE_S, self._sweep)
+        if self._engines.pop(worker_id, None) is not None and self._remote is not None:
+            self._remote.unfollow(worker_id)
+        self.feed.unfollow(worker_id)
 
     # --- what is learned of them ---------------------------------------------------------------
 

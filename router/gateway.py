@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+PARSE_TOOLS_IN_THREAD_BYTES = 16 * 2**10
 READERS = 2
 """Threads for larger bodies; more would only get in each other's way, and in the event loop's."""
 MAX_REQUEST_ID_BYTES = 256
@@ -68,7 +69,7 @@ class Gateway:
             self._admit(request)
             parsed = (
                 self._parse(request)
-                if len(request.body) <= PARSE_IN_THREAD_BYTES
+                if self._is_quickly_read(request.body)
                 else await asyncio.get_running_loop().run_in_executor(
                     self._readers, self._parse_large, request
                 )
@@ -120,6 +121,13 @@ class Gateway:
             message = f"{self._max_in_flight} requests are in flight (limits.requests)"
             raise GatewayError(Failure.OVERLOADED, message, retry_after_s=1)
         self._services.retry_budget.request()
+
+    def _is_quickly_read(self, body: bytes) -> bool:
+        """Whether it takes a millisecond or two. A template may make ten times their size of tools."""
+        size = len(body)
+        if size <= PARSE_TOOLS_IN_THREAD_BYTES or self._services.tokens is None:
+            return size <= PARSE_IN_THREAD_BYTES
+        return size <= PARSE_IN_THREAD_BYTES and b'"tools"' not in body
 
     def _parse(self, request: Request) -> ParsedRequest:
         try:

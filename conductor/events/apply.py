@@ -124,13 +124,13 @@ class Applier:
             else:
                 self._objects.apply(event)
                 self._attach()
+        if batch.bad:  # after a clear within the batch too: which came first is not known of what is not read
+            self.flaws.add("bad_events")
 
     def _count(self, batch: Batch, now_s: float) -> None:
         self.counts["batches"] += 1
         self.counts["unknown_events"] += batch.unknown
-        if batch.bad:
-            self.counts["bad_events"] += batch.bad
-            self.flaws.add("bad_events")
+        self.counts["bad_events"] += batch.bad
         before = self.orphans.expired
         self.orphans.expire(now_s)
         if self.orphans.expired != before:
@@ -184,7 +184,11 @@ class Applier:
             parent_key, seed = None, self._roots.of(identity)
         else:
             parent_key = self._blocks.key_of(self._slot, event.parent)
-            seed = parent_key or 0
+            if parent_key is None:  # it came and went while its children waited
+                self.counts["unresolved"] += len(event.hashes) // 8
+                self.flaws.add("orphans")
+                return
+            seed = parent_key
         keys = chain_keys(event.token_ids, seed, event.block_tokens, identity.extras)
         self._blocks.store(self._slot, event.tier, parent_key, event.hashes, array("Q", keys).tobytes())
 
@@ -246,6 +250,7 @@ class Applier:
     def _removed(self, event: Removed) -> None:
         if event.tier is None:
             self.counts["unknown_media"] += 1
+            self.flaws.add("bad_events")  # what it says is gone may be what we still hold
             return
         # Blocks of sliding-window and other groups have the same names as those of the dense one.
         if event.group is not None and self._groups and event.group not in self._groups:

@@ -32,6 +32,10 @@ from kvroute.conductor.keys import pack_ids
 
 MAX_EVENTS = 2**18
 """Of one batch: engines with pages of one token send an event for each."""
+MAX_NAME_CHARS = 1024
+"""Of an adapter or an object: they are remembered."""
+EXTRA_BYTES, EXTRA_BYTES_PER_BLOCK = 4096, 1024
+"""Salts are remembered too, and parked blocks keep their extra keys."""
 MAX_BLOCKS = 2**17
 """Of one event."""
 END_OF_REPLAY = b"\xff" * 8
@@ -252,6 +256,8 @@ def _stored(wire: _StoredMap | _StoredArray) -> Stored:
     count, tokens = len(wire.block_hashes), wire.token_ids
     if tokens and (wire.block_size < 1 or len(tokens) != count * wire.block_size):
         raise ValueError(f"{len(tokens)} token ids for {count} blocks of {wire.block_size}")
+    if wire.lora_name is not None and len(wire.lora_name) > MAX_NAME_CHARS:
+        raise ValueError(f"lora_name of {len(wire.lora_name)} characters; at most {MAX_NAME_CHARS}")
     parent = wire.parent_block_hash
     return Stored(
         fold(wire.block_hashes),
@@ -271,6 +277,8 @@ def _store_change(raw: Raw, action: str) -> StoreChange | None:
     if action not in ("stored", "removed", "cleared"):
         return None
     wire = _store_event(raw)
+    if len(wire.object_key) > MAX_NAME_CHARS:
+        raise ValueError(f"object_key of {len(wire.object_key)} characters; at most {MAX_NAME_CHARS}")
     return StoreChange(
         action,
         fold(wire.seq_hashes),
@@ -285,6 +293,9 @@ def _extra_keys(raw: Raw, blocks: int) -> tuple[tuple[Any, ...] | None, ...] | N
         return None
     if length != blocks:
         raise ValueError(f"extra_keys of {length} blocks, for {blocks}")
+    most = EXTRA_BYTES + blocks * EXTRA_BYTES_PER_BLOCK
+    if len(bytes(raw)) > most:
+        raise ValueError(f"extra_keys of {len(bytes(raw))} bytes; at most {most} for {blocks} blocks")
     lists = [None if item == _NIL else _extras(item) for item in map(bytes, _raw_list(raw))]
     return tuple(lists) if any(lists) else None
 

@@ -21,6 +21,8 @@ from kvroute.conductor.index import Holder, PrefixIndex
 from kvroute.conductor.keys import Namespace
 from kvroute.types import Trust
 
+MAX_SOCKETS = 8192
+"""Two per rank, and one more while something is asked for again."""
 SWEEP_BLOCKS = 1024
 _SWEEP_PAUSE_S = 0.005
 
@@ -58,6 +60,7 @@ class EventFeed:
         self._limits = limits
         self._on_trust = on_trust
         self._context = zmq.asyncio.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._workers: dict[str, _Followed] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.TimerHandle | None = None

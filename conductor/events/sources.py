@@ -11,6 +11,8 @@ _TCP = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]+):(?P<port>\d
 _LOCAL = re.compile(r"ipc://\S+")
 _WILDCARDS = ("*", "0.0.0.0", "[::]")
 MAX_RANKS = 1024
+MAX_PUBLISHERS = 256
+"""Of one engine: each takes sockets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +81,8 @@ def discovered_sources(answer: Any, host: str) -> tuple[EventSource, ...]:
     """
     if not isinstance(answer, Mapping):
         raise ValueError(f"kv_event_sources must be an object by rank, got {type(answer).__name__}")
-    if len(answer) > MAX_RANKS:
-        raise ValueError(f"kv_event_sources must have at most {MAX_RANKS} ranks, got {len(answer)}")
+    if len(answer) > MAX_PUBLISHERS:
+        raise ValueError(f"kv_event_sources must have at most {MAX_PUBLISHERS} ranks, got {len(answer)}")
     return tuple(_discovered(rank, said, host) for rank, said in answer.items() if _publishes(rank, said))
 
 

@@ -112,8 +112,11 @@ class Subscriber:
 
     @property
     def watermark(self) -> Watermark:
-        """What the index holds at this moment, for a stream that goes on from there; grouped pages cannot."""
-        return Watermark() if self.applier.grouped else self.applied
+        """What the index holds at this moment, for a stream that goes on from there.
+
+        From grouped pages none can, nor from what is known to have flaws: they would be forgotten.
+        """
+        return Watermark() if self.applier.grouped or self.applier.flaws else self.applied
 
     @property
     def reasons(self) -> tuple[str, ...]:

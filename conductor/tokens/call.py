@@ -13,6 +13,10 @@ MAX_ID = 2**32 - 1
 HUGE = 2.0**63
 
 
+MAX_DEPTH = 32
+"""Of what a template sees. Where it indents (`tojson(indent=4)`), depth makes a short body a long text."""
+
+
 class Cut(Struct, frozen=True):
     """`truncate_prompt_tokens`: how many tokens are kept."""
 
@@ -42,6 +46,21 @@ class FlatCall(Struct, frozen=True):
     prompts: Sequence[str | list[int]]
     add_special: bool = True
     cut: Cut | None = None
+
+
+def is_deep(value: Any) -> bool:
+    """Whether lists and objects lie in one another more than `MAX_DEPTH` deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, Mapping) else outer)
+            if isinstance(inner, (dict, list, tuple, Mapping))
+        ]
+        if not level:
+            return False
+    return True
 
 
 def flag(fields: Mapping[str, Any], name: str, default: bool) -> bool:

@@ -11,7 +11,7 @@ import structlog
 
 from kvroute.conductor.keys import TOKEN_ID_BYTES, pack_ids
 from kvroute.conductor.tokens import sglang, vllm
-from kvroute.conductor.tokens.call import ChatCall, Cut, FlatCall
+from kvroute.conductor.tokens.call import ChatCall, Cut, FlatCall, is_deep
 from kvroute.conductor.tokens.check import Verdict
 from kvroute.conductor.tokens.encoder import Encoder, FastEncoder, ReferenceEncoder
 from kvroute.conductor.tokens.files import TokenizerFiles
@@ -101,6 +101,8 @@ class ExactTokenizer:
 
     def _render(self, call: ChatCall) -> TokenizedPrompts:
         let_others_run()
+        if is_deep((call.messages, call.variables)):
+            raise NotExact("too_deep")
         template = self._template(call.variables)
         text = template.render(call.messages, call.continue_final, **call.variables) + call.suffix
         let_others_run()

@@ -14,7 +14,7 @@ import uvloop
 from kvroute.conductor import wire
 from kvroute.conductor.block_index import CPU, GPU
 from kvroute.conductor.index import Holder
-from kvroute.conductor.keys import byte_keys
+from kvroute.conductor.keys import Namespace, byte_keys
 from kvroute.conductor.lookups import LookupServer
 from kvroute.conductor.remote import MAX_KEY_BYTES, Fallback, RemoteConductor, RemoteOptions
 from kvroute.types import NO_MATCH, PrefixMatch, PromptKeys, Trust
@@ -450,3 +450,17 @@ async def test_the_end_leaves_no_task_and_no_waiter() -> None:
         assert (await client.match([], ["a"])).fallback is Fallback.UNAVAILABLE
         client.predict("a", keys_of())
     await until(lambda: asyncio.all_tasks() <= before)
+
+
+async def test_a_message_too_long_for_a_frame_holds_up_no_lookup() -> None:
+    async with scripted(hang, stall_s=60.0) as client:
+        await until(lambda: client.connected)
+        lookup = asyncio.create_task(client.match([keys_of()], ["a"]))
+        await asyncio.sleep(0)
+        client.follow("b", "http://b:1", Namespace(model="m" * (wire.MAX_FRAME_BYTES + 1)))
+        async with asyncio.timeout(5):
+            assert (await lookup).fallback is Fallback.TIMEOUT
+        assert client.dropped == {Fallback.TOO_LONG: 1}
+        assert client.frames_sent == 1
+        assert client.connected
+        assert nothing_left(client)

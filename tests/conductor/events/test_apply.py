@@ -320,3 +320,30 @@ def test_names_of_objects_are_remembered_within_bounds(monkeypatch: pytest.Monke
         store.apply(batch(0, {"event_type": "removed", "object_key": f"o{name}"}), 0.0)
         assert bench.index.held_blocks("store") == left
     assert held == 3
+
+
+BAD = {"type": "BlockRemoved", "block_hashes": "no list"}
+
+
+def test_what_was_not_read_is_a_flaw_wherever_it_stands_in_its_batch() -> None:
+    for events in ((chain(1, 2), BAD), (CLEARED, chain(1, 2), BAD), (BAD, CLEARED, chain(1, 2))):
+        bench = Bench()
+        bench.happens(*events)
+        assert bench.applier.reasons == ("bad_events",)
+    bench.happens(CLEARED)
+    assert bench.applier.reasons == ()
+
+
+def test_a_removal_from_a_tier_that_is_not_known_is_a_flaw() -> None:
+    bench = Bench()
+    bench.happens(chain(1, 2), removed(2, medium="HBM9"))
+    assert bench.applier.counts["unknown_media"] == 1
+    assert bench.applier.reasons == ("bad_events",)
+
+
+def test_children_that_waited_for_a_parent_which_came_and_went_are_not_keyed_without_it() -> None:
+    bench = Bench()
+    bench.happens(chain(3, 3), chain(2, 2), removed(2), chain(1, 1), chain(2, 2))
+    assert bench.gpu_tokens() == 8
+    assert bench.index.held_blocks(HOLDER.worker_id) == 2
+    assert bench.applier.reasons == ("orphans",)

@@ -303,3 +303,16 @@ def test_a_frame_with_bytes_changed_raises_nothing(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 6))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
     decode([b"", bytes(8), bytes(payload[: data.draw(st.integers(0, len(payload)))])])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"lora_name": "x" * 1025},
+        {"extra_keys": [["x" * 6000]]},
+        {"extra_keys": [[b"x" * 6000]]},
+    ],
+)
+def test_names_and_extra_keys_that_are_remembered_have_a_bound(fields: dict[str, Any]) -> None:
+    made = batch(0, stored([1], range(4), **fields), stored([2], range(4)))
+    assert (made.bad, len(made.events)) == (1, 1)

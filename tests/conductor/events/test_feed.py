@@ -243,6 +243,16 @@ async def test_ranks_are_holders_of_their_own(bench: Bench, publisher: Publisher
     assert [holder.trust for holder in health.holders] == [Trust.EXACT, Trust.APPROXIMATE]
 
 
+async def test_an_index_with_a_flaw_is_nothing_to_go_on_from(bench: Bench, publisher: Publisher) -> None:
+    publisher.add()
+    bench.feed.follow("w", [publisher.source], MODEL, min_block_tokens=4)
+    await bench.reaches(1)
+    assert bench.feed.watermarks("w")[0].seq == 0
+    publisher.add({"type": "BlockRemoved", "block_hashes": "no list"})
+    await until(lambda: bench.feed.trust("w") is Trust.APPROXIMATE)
+    assert bench.feed.watermarks("w") == {0: Watermark()}
+
+
 async def test_a_restored_holder_is_load_only_until_its_last_batch_is_confirmed(publisher: Publisher) -> None:
     for _ in range(3):
         publisher.add()

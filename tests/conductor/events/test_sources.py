@@ -44,7 +44,7 @@ def test_ranks_come_with_their_own_ports_and_a_wildcard_is_the_workers_host() ->
         ({"0": SAID | {"replay_endpoint": 5}}, "kv_event_sources['0'].replay_endpoint"),
         ({"0": SAID | {"endpoint": "http://a:1"}}, "kv_event_sources['0']: endpoint must be tcp://"),
         ({"0": SAID | {"endpoint": "tcp://a:70000"}}, "kv_event_sources['0']: endpoint must have a port"),
-        ({str(i): SAID for i in range(1025)}, "at most 1024 ranks"),
+        ({str(i): SAID for i in range(1025)}, "at most 256 ranks"),
     ],
 )
 def test_errors_name_the_field(answer: Any, names: str) -> None:

@@ -274,3 +274,21 @@ def test_one_tokenizer_on_many_threads(tokenizer: ExactTokenizer) -> None:
     with ThreadPoolExecutor(4) as pool:
         for _ in range(5):
             assert list(pool.map(lambda fields: tokenizer.encode(CHAT, fields), asked)) == expected
+
+
+@pytest.mark.parametrize("where", ["tools", "arguments"])
+def test_depth_that_a_template_could_blow_up_is_not_rendered(tokenizer: ExactTokenizer, where: str) -> None:
+    def nested(depth: int) -> dict[str, Any]:
+        value: Any = 1
+        for _ in range(depth):
+            value = {"a": value}
+        user = {"role": "user", "content": "hi"}
+        if where == "tools":
+            function = {"name": "f", "description": None, "parameters": value}
+            return {"messages": [user], "tools": [{"type": "function", "function": function}]}
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps(value)}}
+        return {"messages": [user, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+
+    shallow = tokenizer.encode(b"/v1/chat/completions", nested(12))
+    assert isinstance(shallow, TokenizedPrompts), shallow
+    assert tokenizer.encode(b"/v1/chat/completions", nested(200)) == Unavailable("too_deep")
