@@ -11,6 +11,7 @@ _TCP = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]+):(?P<port>\d
 _LOCAL = re.compile(r"ipc://\S+")
 _WILDCARDS = ("*", "0.0.0.0", "[::]")
 MAX_RANKS = 1024
+MAX_TEXT = 512
 MAX_PUBLISHERS = 256
 """Of one engine: each takes sockets."""
 
@@ -30,6 +31,9 @@ class EventSource:
     """True where the engine connects to us: it was told a host without a wildcard."""
 
     def __post_init__(self) -> None:
+        for name in ("endpoint", "replay_endpoint", "topic"):
+            if len(getattr(self, name) or "") > MAX_TEXT:
+                raise ValueError(f"{name} must have at most {MAX_TEXT} characters")
         check_endpoint("endpoint", self.endpoint)
         if self.replay_endpoint is not None:
             check_endpoint("replay_endpoint", self.replay_endpoint)

@@ -58,3 +58,10 @@ def test_without_discovery_the_ports_follow_each_other() -> None:
     assert first.ranks(3)[2] == EventSource("tcp://a:5559", "tcp://a:5569", 2, "t", bind=True)
     assert EventSource("ipc:///run/kv").ranks(2)[1] == EventSource("ipc:///run/kv_dp1", dp_rank=1)
     assert [source.dp_rank for source in EventSource("tcp://a:5557", dp_rank=8).ranks(2)] == [8, 9]
+
+
+@pytest.mark.parametrize("field", ["endpoint", "replay_endpoint", "topic"])
+def test_what_a_frame_to_a_conductor_could_not_hold_is_refused_here(field: str) -> None:
+    fields = {"endpoint": "tcp://a:1", field: "ipc:///" + "x" * 512}
+    with pytest.raises(ValueError, match=f"{field} must have at most 512 characters"):
+        EventSource(**fields)
