@@ -50,15 +50,13 @@ class Subscriber:
         self.sub = context.socket(zmq.SUB)
         self.sub.subscribe(self.topic)
         self.sub.connect(source["endpoint"])
-        self.dealer = context.socket(zmq.DEALER)
-        self.dealer.connect(source["replay_endpoint"])
+        self.context, self.replay_endpoint = context, source["replay_endpoint"]
 
     def __enter__(self) -> Subscriber:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.sub.close(linger=0)
-        self.dealer.close(linger=0)
 
     async def batch(self) -> tuple[int, list[dict[str, Any]]]:
         """The next batch: its seq and its events."""
@@ -70,13 +68,17 @@ class Subscriber:
 
     async def replay(self, first: int) -> list[list[bytes]]:
         """Every answer to one request for what was missed, the end marker included."""
-        await self.dealer.send_multipart([b"", first.to_bytes(8, "big")])
-        answers = []
-        while True:
-            frames = await asyncio.wait_for(self.dealer.recv_multipart(), 2)
-            answers.append(frames)
-            if frames[-2] == b"\xff" * 8:
-                return answers
+        # A socket of its own: one that was connected before a restart loses what is sent as it reconnects.
+        with self.context.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            dealer.connect(self.replay_endpoint)
+            await dealer.send_multipart([b"", first.to_bytes(8, "big")])
+            answers = []
+            while True:
+                frames = await asyncio.wait_for(dealer.recv_multipart(), 2)
+                answers.append(frames)
+                if frames[-2] == b"\xff" * 8:
+                    return answers
 
 
 async def subscribed(fleet: MockFleet) -> Subscriber:
@@ -227,8 +229,11 @@ async def test_a_replay_can_be_refused() -> None:
     async with MockFleet(MockOptions(speed=math.inf, kv_events=True)) as fleet:
         fleet.engines[0].faults = Faults(no_replay=True)
         with await subscribed(fleet) as subscriber:
-            await subscriber.dealer.send_multipart([b"", bytes(8)])
-            assert not await subscriber.dealer.poll(100)
+            with subscriber.context.socket(zmq.DEALER) as dealer:
+                dealer.linger = 0
+                dealer.connect(subscriber.replay_endpoint)
+                await dealer.send_multipart([b"", bytes(8)])
+                assert not await dealer.poll(100)
 
 
 async def test_older_shapes_say_the_same() -> None:
