@@ -9,11 +9,18 @@ query, without holes. A service of another block size than the query's is looked
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import orjson
 from fastapi import APIRouter, FastAPI, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from starlette.exceptions import HTTPException
 
 from kvroute.conductor import queries
@@ -21,6 +28,8 @@ from kvroute.conductor.core import DEFAULT_TENANT, Conductor, ConductorError, Se
 from kvroute.conductor.events.sources import MAX_RANKS, check_endpoint
 from kvroute.conductor.keys import pack_ids
 
+MAX_QUOTES = 1024
+"""In a body: its texts are few, however many numbers it has."""
 MAX_BODY_BYTES = 16 * 2**20
 BODY_WITHIN_S = 30.0
 MAX_TOKENS = 2**20
@@ -39,6 +48,7 @@ class Body(BaseModel):
     """Strict: a number in quotes is no number, and an unknown field is an error rather than ignored."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    most_bytes: ClassVar[int] = 64 * 2**10
 
 
 B = TypeVar("B", bound=Body)
@@ -121,6 +131,8 @@ class UnregisterBody(Body):
 class Scope(Body):
     """Whose blocks may count: what the queries have in common."""
 
+    most_bytes: ClassVar[int] = MAX_BODY_BYTES
+
     model: Name
     lora_name: Text | None = None
     lora_id: Annotated[int, Field(ge=-1, le=-1)] | None = None
@@ -143,15 +155,15 @@ class QueryBody(Scope):
     """A prompt's token ids."""
 
     block_size: BlockSize
-    token_ids: Annotated[list[int], Field(max_length=MAX_TOKENS)]
+    token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_TOKENS)]
 
 
 class HashQueryBody(Scope):
     """Block hashes as the engines' events name them, the first block's first; each stands for its prefix."""
 
     block_size: BlockSize
-    seq_hashes: Annotated[list[Key], Field(max_length=MAX_HASHES)] | None = None
-    block_hash: Annotated[list[Key], Field(max_length=MAX_HASHES)] | None = None
+    seq_hashes: Annotated[list[Key], Field(fail_fast=True, max_length=MAX_HASHES)] | None = None
+    block_hash: Annotated[list[Key], Field(fail_fast=True, max_length=MAX_HASHES)] | None = None
     """The older name of `seq_hashes`."""
 
     @model_validator(mode="after")
@@ -170,8 +182,8 @@ class LookupBody(Scope):
 
     tenant_id: Name | None = None
     """Only this tenant's services; default: all holders, followed by gateways or registered."""
-    token_ids: Annotated[list[int], Field(max_length=MAX_TOKENS)] | None = None
-    keys: Annotated[list[Key], Field(max_length=MAX_HASHES)] | None = None
+    token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MAX_TOKENS)] | None = None
+    keys: Annotated[list[Key], Field(fail_fast=True, max_length=MAX_HASHES)] | None = None
     block_tokens: BlockSize | None = None
 
     @model_validator(mode="after")
@@ -273,21 +285,25 @@ async def _read(request: Request, model: type[B]) -> B:
     """The body, validated; `ConductorError` names the field, what was wrong and what is accepted."""
     try:
         async with asyncio.timeout(BODY_WITHIN_S):
-            body = await _body(request)
+            body = await _body(request, model.most_bytes)
     except TimeoutError:
         raise ConductorError(400, f"body: not complete within {BODY_WITHIN_S:g} s") from None
+    if (
+        body.count(b'"') > MAX_QUOTES
+    ):  # each field that is none would be an error of its own, and a copy of it
+        raise ConductorError(400, f"body: too many fields; accepted: {', '.join(model.model_fields)}")
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
         raise ConductorError(400, _explain(error, model)) from None
 
 
-async def _body(request: Request) -> bytes:
+async def _body(request: Request, most_bytes: int) -> bytes:
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
-        if len(data) > MAX_BODY_BYTES:
-            raise ConductorError(413, f"body: at most {MAX_BODY_BYTES} bytes are accepted")
+        if len(data) > most_bytes:
+            raise ConductorError(413, f"body: at most {most_bytes} bytes are accepted")
     return bytes(data)
 
 

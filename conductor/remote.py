@@ -121,7 +121,7 @@ class RemoteConductor:
         key_bytes = sum(len(part.keys) for part in keys) * wire.KEY_BYTES
         if connection is None:
             return self._without(Fallback.UNAVAILABLE, len(worker_ids))
-        if key_bytes > MAX_KEY_BYTES:
+        if key_bytes > MAX_KEY_BYTES or len(keys) > wire.MAX_KEY_SETS:
             return self._without(Fallback.TOO_LONG, len(worker_ids))
         if connection.paused or len(self._pending) >= self._options.max_pending:
             return self._without(Fallback.OVERLOADED, len(worker_ids))
@@ -170,6 +170,12 @@ class RemoteConductor:
             min_block_tokens,
             silent_tier_blocks,
         )
+        try:
+            wire.check(message)
+        except wire.WireError as error:  # what an engine says of itself must not cost the others theirs
+            self.follow_errors[worker_id] = str(error)
+            log.warning("worker not followed", worker=worker_id, error=str(error))
+            return
         self._workers[worker_id] = message
         if self._connection is not None:
             self._send(message)

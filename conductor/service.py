@@ -17,6 +17,7 @@ from fastapi import FastAPI, Response
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvroute import __version__
 from kvroute.clock import monotonic
@@ -35,6 +36,8 @@ log = structlog.get_logger(__name__)
 BACKLOG = 2048
 CLOSE_S = 2
 """How long a request under way may hold up the end."""
+ASK_WITHIN_S = 5.0
+"""Of a new connection; uvicorn's own limit is for those that have asked before."""
 MAX_REQUESTS = 512
 """In flight at once; more are answered 503."""
 
@@ -98,6 +101,7 @@ class ConductorServer:
             access_log=False,
             timeout_graceful_shutdown=CLOSE_S,
             limit_concurrency=MAX_REQUESTS,
+            http=_Impatient,
         )
         self._http = _HttpServer(config)
         loop = asyncio.get_running_loop()
@@ -244,6 +248,14 @@ async def conducting(options: ConductorOptions) -> AsyncIterator[ConductorServer
         yield server
     finally:
         await server.stop()
+
+
+class _Impatient(HttpToolsProtocol):
+    """Closes a connection that asks nothing: it counts in `limit_concurrency` like one that does."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(ASK_WITHIN_S, self.timeout_keep_alive_handler)
 
 
 class _HttpServer(uvicorn.Server):

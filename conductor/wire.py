@@ -50,6 +50,10 @@ class WireError(Exception):
         self.reason = reason
 
 
+MAX_KEY_SETS = 16
+"""Of one lookup: block sizes among the workers."""
+
+
 class SocketAddress(Struct, frozen=True):
     """Where a conductor takes lookups."""
 
@@ -114,7 +118,7 @@ class Match(Message, tag=1, frozen=True):
     """Ask what each of these workers holds of a prompt."""
 
     id: Count
-    keys: Annotated[list[Keys], Meta(max_length=16)]
+    keys: Annotated[list[Keys], Meta(max_length=MAX_KEY_SETS)]
     """One per block size among the workers, and one of bytes where some are approximate."""
     worker_ids: Annotated[list[Name], Meta(max_length=MAX_WORKERS)]
 
@@ -235,6 +239,11 @@ def frame(messages: Sequence[Message]) -> bytes:
     if len(body) > MAX_FRAME_BYTES:
         raise WireError("too_long", f"a frame of {len(body)} bytes; at most {MAX_FRAME_BYTES} are accepted")
     return len(body).to_bytes(HEADER_BYTES, "big") + body
+
+
+def check(message: Request) -> None:
+    """Raises `WireError` unless the other side would take it: one bad message costs a frame its others."""
+    decode(requests_decoder, frame([message])[HEADER_BYTES:])
 
 
 def decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes) -> Any:

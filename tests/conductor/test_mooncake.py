@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -433,7 +434,7 @@ async def test_a_wrong_method_is_told_the_right_one(api: Api, method: str, path:
 async def test_a_body_too_large_is_refused_before_it_is_whole(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mooncake, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(mooncake.QueryBody, "most_bytes", 1000)
     sent = 0
 
     async def chunks() -> AsyncIterator[bytes]:
@@ -502,3 +503,30 @@ def test_no_body_makes_it_fail(runner: asyncio.Runner, path: str, changes: dict[
             api.conductor.index.check_integrity()
 
     runner.run(send())
+
+
+async def test_a_registration_is_small(api: Api) -> None:
+    answer = await api.client.post("/register", content=b" " * (64 * 2**10 + 1))
+    assert (answer.status_code, answer.json()) == (413, {"error": "body: at most 65536 bytes are accepted"})
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"{" + b",".join(b'"f%d":1' % n for n in range(200_000)) + b"}", "body: too many fields"),
+        (
+            b'{"model":"m","block_size":16,"token_ids":[' + b"null," * 500_000 + b"1]}",
+            "token_ids.0: Input should be a valid integer",
+        ),
+    ],
+)
+async def test_a_body_of_faults_costs_no_more_than_its_first(api: Api, body: bytes, said: str) -> None:
+    tracemalloc.start()
+    try:
+        answer = await api.client.post("/query", content=body)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith(said)
+    assert most_bytes < 10 * len(body)

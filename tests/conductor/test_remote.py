@@ -457,10 +457,31 @@ async def test_a_message_too_long_for_a_frame_holds_up_no_lookup() -> None:
         await until(lambda: client.connected)
         lookup = asyncio.create_task(client.match([keys_of()], ["a"]))
         await asyncio.sleep(0)
-        client.follow("b", "http://b:1", Namespace(model="m" * (wire.MAX_FRAME_BYTES + 1)))
+        client._send(wire.Unfollow("b" * (wire.MAX_FRAME_BYTES + 1)))
         async with asyncio.timeout(5):
             assert (await lookup).fallback is Fallback.TIMEOUT
         assert client.dropped == {Fallback.TOO_LONG: 1}
         assert client.frames_sent == 1
         assert client.connected
         assert nothing_left(client)
+
+
+@pytest.mark.parametrize("size", [600, wire.MAX_FRAME_BYTES + 1])
+async def test_an_engine_that_cannot_be_told_of_costs_the_others_nothing(tmp_path: Path, size: int) -> None:
+    async with paired(tmp_path) as both:
+        client = await both.gateway()
+        client.follow("odd", "http://odd:1", Namespace(model="m"), [])
+        client.follow("bad", "http://bad:1/" + "x" * size, MODEL, [])
+        client.follow("good", "http://good:1", MODEL, [source(1)])
+        await until(lambda: len(both.conductor.instances) == 2)
+        assert list(client.follow_errors) == ["bad"]
+        assert (await client.match([keys_of()], ["good"])).fallback is None
+        assert client.connects == 1
+
+
+async def test_more_block_sizes_than_a_lookup_may_have_are_done_without(tmp_path: Path) -> None:
+    async with paired(tmp_path) as both:
+        client = await both.gateway()
+        sizes = [keys_of(block=size) for size in range(1, wire.MAX_KEY_SETS + 2)]
+        assert (await client.match(sizes[1:], ["a"])).fallback is None
+        assert (await client.match(sizes, ["a"])).fallback is Fallback.TOO_LONG

@@ -413,3 +413,16 @@ async def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> Non
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0
     assert (tmp_path / "snapshot").exists()
+
+
+async def test_connections_that_ask_nothing_do_not_shut_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "ASK_WITHIN_S", 0.2)
+    async with conducting(ConductorOptions(port=0)) as server, httpx.AsyncClient() as http:
+        host, _, port = server.url.partition("://")[2].rpartition(":")
+        idle = [await asyncio.open_connection(host, int(port)) for _ in range(service.MAX_REQUESTS + 3)]
+        assert (await http.get(server.url + "/livez")).status_code == 503
+        async with asyncio.timeout(5):
+            await asyncio.gather(*(reader.read() for reader, _ in idle))  # each is closed
+        assert (await http.get(server.url + "/livez")).status_code == 200
+        for _, writer in idle:
+            writer.close()

@@ -228,12 +228,11 @@ async def test_event_faults_lose_repeat_swap_and_spoil_what_a_replay_has_whole()
 async def test_a_replay_can_be_refused() -> None:
     async with MockFleet(MockOptions(speed=math.inf, kv_events=True)) as fleet:
         fleet.engines[0].faults = Faults(no_replay=True)
-        with await subscribed(fleet) as subscriber:
-            with subscriber.context.socket(zmq.DEALER) as dealer:
-                dealer.linger = 0
-                dealer.connect(subscriber.replay_endpoint)
-                await dealer.send_multipart([b"", bytes(8)])
-                assert not await dealer.poll(100)
+        with await subscribed(fleet) as subscriber, subscriber.context.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            dealer.connect(subscriber.replay_endpoint)
+            await dealer.send_multipart([b"", bytes(8)])
+            assert not await dealer.poll(100)
 
 
 async def test_older_shapes_say_the_same() -> None:
