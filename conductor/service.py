@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,21 +28,16 @@ from kvroute.conductor.lookups import LookupServer
 from kvroute.conductor.mooncake import add_error_handlers, make_routes
 from kvroute.conductor.snapshot import Snapshot, save
 from kvroute.conductor.snapshot_format import SnapshotRefused
-from kvroute.endpoint import http_origin, join_host_port
+from kvroute.listening import CannotListen, HttpServer, listen, url_of
 
 log = structlog.get_logger(__name__)
 
-BACKLOG = 2048
 CLOSE_S = 2
 """How long a request under way may hold up the end."""
 ASK_WITHIN_S = 5.0
 """Of a new connection; uvicorn's own limit is for those that have asked before."""
 MAX_REQUESTS = 512
 """In flight at once; more are answered 503."""
-
-
-class CannotListen(Exception):
-    """An address to listen on cannot be had; the message names the option."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +78,7 @@ class ConductorServer:
         """
         options = self._options
         index = PrefixIndex(options.max_bytes, monotonic, options.prediction_s)
-        sock = _listen(options.host, options.port)
+        sock = listen(options.host, options.port)
         self.conductor = Conductor(index, EventFeed(index))
         self.lookups = LookupServer(self.conductor)
         try:
@@ -103,11 +97,10 @@ class ConductorServer:
             limit_concurrency=MAX_REQUESTS,
             http=_Impatient,
         )
-        self._http = _HttpServer(config)
+        self._http = HttpServer(config)
         loop = asyncio.get_running_loop()
         self._http_task = loop.create_task(self._http.serve(sockets=[sock]))
-        host, port = sock.getsockname()[:2]
-        self.url = http_origin(host, port)
+        self.url = url_of(sock)
         self._keeper = loop.create_task(self._keep_snapshot())
         log.info("conductor listening", url=self.url, lookup=self.lookup_address)
 
@@ -256,29 +249,3 @@ class _Impatient(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.timeout_keep_alive_task = self.loop.call_later(ASK_WITHIN_S, self.timeout_keep_alive_handler)
-
-
-class _HttpServer(uvicorn.Server):
-    """Signals belong to the conductor."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except OSError as error:
-        raise CannotListen(f"host: cannot resolve {host!r}: {error}") from None
-    # The protocol is named because asyncio turns Nagle's algorithm off only where it is.
-    sock = socket.socket(info[0], socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind(info[4])
-        sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise CannotListen(f"port: cannot listen on {join_host_port(host, port)}: {error.strerror}") from None
-    sock.setblocking(False)
-    return sock

@@ -7,10 +7,9 @@ import contextlib
 import gc
 import resource
 import signal
-import socket
 import ssl
 import sys
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import structlog
 import uvicorn
@@ -20,7 +19,8 @@ from kvroute import __version__
 from kvroute.clock import monotonic
 from kvroute.config import Config, ConfigError
 from kvroute.config_groups import PolicyConfig
-from kvroute.endpoint import Endpoint, http_origin, join_host_port
+from kvroute.endpoint import Endpoint
+from kvroute.listening import HttpServer, listen, url_of
 from kvroute.policies.registry import PolicyError, make_policy
 from kvroute.router import logs
 from kvroute.router.client import ClientConnection, ServerState
@@ -42,36 +42,8 @@ from kvroute.router.workers import Member, Registry, State
 
 log = structlog.get_logger(__name__)
 
-BACKLOG = 2048
 ADMIN_CLOSE_S = 1
 """How long an admin request under way may hold up the end."""
-
-
-class PortInUse(Exception):
-    """A port to listen on is taken; the message names it."""
-
-
-def listen(host: str, port: int, field: str) -> socket.socket:
-    """A listening TCP socket; raises PortInUse or ConfigError naming the configuration field."""
-    try:
-        info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except OSError as error:
-        raise ConfigError(f"{field}: cannot resolve {host!r}: {error}") from None
-    sock = socket.socket(info[0], socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio looks at the protocol
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind(info[4])
-        sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise PortInUse(f"{field}: cannot listen on {join_host_port(host, port)}: {error.strerror}") from None
-    sock.setblocking(False)
-    return sock
-
-
-def url_of(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return http_origin(host, port)
 
 
 class GatewayServer:
@@ -94,11 +66,11 @@ class GatewayServer:
         """Listen on both ports; workers are probed from now on."""
         config = self._config
         loop = asyncio.get_running_loop()
-        data_socket = listen(config.host, config.port, "port")
+        data_socket = listen(config.host, config.port)
         admin_socket = None
         if config.admin.enabled:
             try:
-                admin_socket = listen(config.admin.host, config.admin.port, "admin.port")
+                admin_socket = listen(config.admin.host, config.admin.port, "admin.")
             except BaseException:
                 data_socket.close()
                 raise
@@ -162,7 +134,7 @@ class GatewayServer:
         self.url = url_of(data_socket)
         if admin_socket is not None:
             self.admin_url = url_of(admin_socket)
-            self._admin = _AdminServer(
+            self._admin = HttpServer(
                 uvicorn.Config(
                     app,
                     log_config=None,
@@ -260,14 +232,6 @@ class GatewayServer:
         yield gauge(
             "kvroute_buffered_request_bytes", "Request bodies held.", (), [((), self.state.buffered_bytes)]
         )
-
-
-class _AdminServer(uvicorn.Server):
-    """Signals belong to the gateway."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
 
 
 @contextlib.asynccontextmanager

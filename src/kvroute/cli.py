@@ -72,8 +72,9 @@ def serve(
     log_level: LogLevel = None,
 ) -> None:
     """Route requests to the workers."""
+    from kvroute.listening import CannotListen
     from kvroute.router import logs
-    from kvroute.router.server import GatewayServer, PortInUse
+    from kvroute.router.server import GatewayServer
 
     resolved = _resolve(
         config,
@@ -88,7 +89,7 @@ def serve(
     logs.configure(resolved.log_level)
     try:
         uvloop.run(GatewayServer(resolved).run())
-    except (ConfigError, PortInUse) as error:
+    except (ConfigError, CannotListen) as error:
         _fail(str(error))
 
 
@@ -186,7 +187,8 @@ def conductor(
 ) -> None:
     """Serve the prefix index alone: KV events in, lookups out."""
     from kvroute.conductor.core import Service
-    from kvroute.conductor.service import CannotListen, ConductorOptions, ConductorServer
+    from kvroute.conductor.service import ConductorOptions, ConductorServer
+    from kvroute.listening import CannotListen
     from kvroute.router import logs
 
     given = {"host": host, "port": port, "lookup": lookup}

@@ -24,9 +24,10 @@ from kvroute.conductor.events import Watermark
 from kvroute.conductor.index import Holder, PrefixIndex
 from kvroute.conductor.keys import token_keys
 from kvroute.conductor.remote import RemoteConductor, RemoteOptions
-from kvroute.conductor.service import CannotListen, ConductorOptions, ConductorServer, conducting
+from kvroute.conductor.service import ConductorOptions, ConductorServer, conducting
 from kvroute.conductor.snapshot import Snapshot
 from kvroute.conductor.snapshot_format import End, Rank, Section, framed
+from kvroute.listening import CannotListen
 from kvroute.loadtests.mock_engine import MockFleet, MockOptions
 from kvroute.types import Trust
 from tests.conductor.storm import MODEL, Driven, Prompts, known

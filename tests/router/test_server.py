@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from kvroute.config import ConfigError
-from kvroute.router.server import GatewayServer, PortInUse, running
+from kvroute.listening import CannotListen
+from kvroute.router.server import GatewayServer, running
 from kvroute.router.workers import State
 from tests.kit import CHAT, Client, Engine, Received, Wire, ask, fast_config, gateway, until
 from tests.process import serve
@@ -85,11 +85,11 @@ async def test_a_taken_port_is_named_and_nothing_stays_open() -> None:
     async with gateway(admin={"enabled": True}) as server:
         port, admin_port = (int(url.rpartition(":")[2]) for url in (server.url, server.admin_url or ""))
         with pytest.raises(
-            PortInUse, match=f"^port: cannot listen on 127.0.0.1:{port}: Address already in use"
+            CannotListen, match=f"^port: cannot listen on 127.0.0.1:{port}: Address already in use"
         ):
             await GatewayServer(fast_config(port=port)).start()
         free = await unused_port()
-        with pytest.raises(PortInUse, match=rf"^admin\.port: cannot listen on 127.0.0.1:{admin_port}: "):
+        with pytest.raises(CannotListen, match=rf"^admin\.port: cannot listen on 127.0.0.1:{admin_port}: "):
             await GatewayServer(fast_config(port=free, admin={"enabled": True, "port": admin_port})).start()
     async with running(fast_config(port=free)) as server:
         assert server.url.endswith(f":{free}")
@@ -101,9 +101,9 @@ async def unused_port() -> int:
 
 
 async def test_an_address_that_is_not_ours_is_named() -> None:
-    with pytest.raises(PortInUse, match=r"^port: cannot listen on 192\.0\.2\.1:\d+: "):
+    with pytest.raises(CannotListen, match=r"^port: cannot listen on 192\.0\.2\.1:\d+: "):
         await GatewayServer(fast_config(host="192.0.2.1")).start()
-    with pytest.raises(ConfigError, match=r"^port: cannot resolve 'no\.such\.invalid'"):
+    with pytest.raises(CannotListen, match=r"^host: cannot resolve 'no\.such\.invalid'"):
         await GatewayServer(fast_config(host="no.such.invalid")).start()
 
 
