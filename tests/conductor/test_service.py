@@ -417,7 +417,7 @@ async def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> Non
 
 
 async def test_connections_that_ask_nothing_do_not_shut_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "ASK_WITHIN_S", 0.2)
+    monkeypatch.setattr(service, "ASK_WITHIN_S", 1.5)
     async with conducting(ConductorOptions(port=0)) as server, httpx.AsyncClient() as http:
         host, _, port = server.url.partition("://")[2].rpartition(":")
         idle = [await asyncio.open_connection(host, int(port)) for _ in range(service.MAX_REQUESTS + 3)]
