@@ -1,0 +1,1 @@
+"""`kvroute plan`: the cost model as tables for a person planning a fleet."""
