@@ -1,8 +1,9 @@
 """The contract every policy, built in or third party, fulfils."""
 
-from typing import Any, ClassVar, Protocol
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from kvroute.types import Decision, Fleet, Rejection, RequestView
+from kvroute.types import Decision, Fleet, Hold, Priced, Rejection, RequestView
 
 
 class Policy(Protocol):
@@ -15,7 +16,10 @@ class Policy(Protocol):
     the time), and only reads what it is given: `fleet.loads` are live objects that belong to the gateway.
     It may keep state of its own (a counter, a seeded random source); it is called from one thread.
     `fleet.workers` is never empty and holds only workers that may take the request; the answer must name
-    one of them.
+    one of them. `Hold` is accepted only where `fleet.may_hold`; the request then waits in the gateway, and is
+    decided on again when a worker frees, at the latest after the gateway's limit.
+
+    A class may say `needs_active_keys = True` to have `active_keys` of the loads filled in.
 
     A raised exception or an answer that is none is counted, and the request goes to the least loaded worker
     instead. A decision that overruns the gateway's time budget is counted and kept; after five in a row the
@@ -26,4 +30,13 @@ class Policy(Protocol):
     needs_prefix: ClassVar[bool]
     """True to have `fleet.matches` and `fleet.held_blocks` filled in."""
 
-    def decide(self, request: RequestView, fleet: Fleet) -> Decision | Rejection: ...
+    def decide(self, request: RequestView, fleet: Fleet) -> Decision | Hold | Rejection: ...
+
+
+@runtime_checkable
+class Prices(Protocol):
+    """A policy that can say what every candidate would cost, in seconds; same rules as `decide`."""
+
+    def price(self, request: RequestView, fleet: Fleet) -> Sequence[Priced]:
+        """All candidates, cheapest first; decides nothing and changes nothing."""
+        ...

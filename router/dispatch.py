@@ -19,7 +19,7 @@ from kvroute.router.knowledge import NO_PROMPT, Knowledge, Prompt
 from kvroute.router.metrics import Metrics
 from kvroute.router.parsed_request import ParsedRequest
 from kvroute.router.workers import Eligible, Lease, Member, Registry
-from kvroute.types import NO_MATCH, Candidate, Decision, Fleet, PrefixMatch, Rejection, Worker
+from kvroute.types import NO_MATCH, Candidate, Decision, Fleet, Hold, PrefixMatch, Rejection, Worker
 
 log = structlog.get_logger(__name__)
 
@@ -113,7 +113,9 @@ class Dispatcher:
         self._metrics.decisions.add(self._policy.name, decision.reason)
         uncached_tokens = max(0, request.view.prompt_tokens - decision.matched_tokens)
         self._decision_time.observe(self._timer() - started)
-        return Choice(member, decision, self._registry.charge(member, uncached_tokens, now_s), match)
+        return Choice(
+            member, decision, self._registry.charge(member, now_s, uncached_tokens=uncached_tokens), match
+        )
 
     def _fleet(self, eligible: Eligible, prompt: Prompt, now_s: float) -> Fleet:
         if not prompt.sets:
@@ -188,7 +190,7 @@ def _retry_after_s(rejection: Rejection) -> float:
     return wanted if isinstance(wanted, int | float) and 0 <= wanted <= MAX_RETRY_AFTER_S else 1.0
 
 
-def _agreement(decision: Decision | Rejection, other: Decision | Rejection) -> str:
+def _agreement(decision: Decision | Rejection, other: Decision | Hold | Rejection) -> str:
     if isinstance(other, Rejection):
         return "same" if isinstance(decision, Rejection) else "rejected"
     if not isinstance(decision, Decision) or not isinstance(other, Decision):

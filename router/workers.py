@@ -17,10 +17,12 @@ from kvroute.clock import Clock
 from kvroute.config_groups import Breaker as BreakerOptions
 from kvroute.config_groups import Health, Limits, WorkerConfig
 from kvroute.endpoint import Endpoint
+from kvroute.load import Charge, WorkerLoad
+from kvroute.policies.costs.pace import Pace
 from kvroute.router.breaker import Breaker
 from kvroute.router.errors import Failure, GatewayError, shorten
 from kvroute.router.pool import UpstreamPool
-from kvroute.types import EngineKind, Outcome, Worker, WorkerLoad
+from kvroute.types import EngineKind, Outcome, Worker
 
 log = structlog.get_logger(__name__)
 
@@ -52,6 +54,7 @@ class Member:
     pool: UpstreamPool
     breaker: Breaker
     load: WorkerLoad = field(default_factory=WorkerLoad)
+    pace: Pace = field(default_factory=Pace)
     others_requests: int = 0
     """Of `load`, what other replicas of this gateway have sent there."""
     others_prefill_tokens: int = 0
@@ -124,37 +127,43 @@ class Eligible:
     workers: Sequence[Worker]
     loads: Sequence[WorkerLoad]
     ids: Sequence[str]
+    paces: Sequence[Pace]
 
     @classmethod
     def of(cls, members: Iterable[Member]) -> Eligible:
         chosen = tuple(members)
         workers = tuple(member.worker for member in chosen)
-        return cls(chosen, workers, tuple(m.load for m in chosen), tuple(worker.id for worker in workers))
+        return cls(
+            chosen,
+            workers,
+            tuple(member.load for member in chosen),
+            tuple(worker.id for worker in workers),
+            tuple(member.pace for member in chosen),
+        )
 
 
 class Lease:
     """The load one attempt adds to one member: charged at choice, released exactly once, always."""
 
-    __slots__ = ("_pending_tokens", "_registry", "_released", "is_trial", "member")
+    __slots__ = ("_charge", "_registry", "_released", "is_trial", "member")
 
-    def __init__(self, registry: Registry, member: Member, prompt_tokens: int, is_trial: bool) -> None:
+    def __init__(self, registry: Registry, member: Member, charge: Charge, is_trial: bool) -> None:
         self.member = member
         self.is_trial = is_trial
         """The one request that a half-open breaker lets through."""
         self._registry = registry
-        self._pending_tokens = prompt_tokens
+        self._charge = charge
         self._released = False
 
     def first_byte(self) -> None:
         """Prefill is over; idempotent."""
-        self.member.load.pending_prefill_tokens -= self._pending_tokens
-        self._pending_tokens = 0
+        self._charge.first_byte(self._registry.clock())
 
     def release(self) -> None:
         """Idempotent; the count belongs to the incarnation, so a late release touches no newcomer."""
         if not self._released:
             self._released = True
-            self.first_byte()
+            self._charge.release(self._registry.clock())
             self._registry.released(self.member)
 
 
@@ -175,7 +184,7 @@ class Registry:
         self._health = health
         self._breaker = breaker
         self._limits = limits
-        self._clock = clock
+        self.clock = clock
         self._random = random.Random(seed)
         self._numbers = itertools.count(1)
         self.members: dict[str, Member] = {}
@@ -243,7 +252,7 @@ class Registry:
             return
         log.info("worker state", worker=member.worker.id, state=state.value, was=member.state.value)
         if member.state is State.STARTING and state is State.READY:
-            member.ready_since_s = self._clock()
+            member.ready_since_s = self.clock()
             if self._health.slow_start_s > 0:
                 self._ramping.add(member)
         if state in (State.DRAINING, State.GONE):
@@ -277,7 +286,7 @@ class Registry:
         for name, identity in itertools.chain.from_iterable(map(identities, live)):
             self._identities.setdefault(name, identity)
         opens = [m.breaker.open_until_s for m in live if m.breaker.open_until_s is not None]
-        now = self._clock()
+        now = self.clock()
         self._stale_at_s = min((at for at in opens if at > now), default=float("inf"))
 
     # --- choosing ------------------------------------------------------------------------------
@@ -358,7 +367,7 @@ class Registry:
 
     def answered(self, member: Member) -> None:
         """The first byte of a good response: enough to know that the worker is well."""
-        member.answered_s = self._clock()
+        member.answered_s = self.clock()
         member.bad_probes = 0
         if member.breaker.open_until_s is not None:
             member.breaker.success()
@@ -366,18 +375,16 @@ class Registry:
 
     # --- load ----------------------------------------------------------------------------------
 
-    def charge(self, member: Member, prompt_tokens: int, now_s: float) -> Lease:
-        """Add one request to `member`; the same synchronous step as the choice."""
-        load = member.load
-        load.requests += 1
-        load.pending_prefill_tokens += prompt_tokens
+    def charge(self, member: Member, now_s: float, **added: Any) -> Lease:
+        """Add one request to `member`, as `WorkerLoad.charge`; the same synchronous step as the choice."""
+        charge = member.load.charge(now_s, **added)
         trial = member.breaker.open_until_s is not None and member.breaker.sent(now_s)
         if trial or member.requests == self._limits.requests_per_worker:
             self.changed()
-        return Lease(self, member, prompt_tokens, trial)
+        return Lease(self, member, charge, trial)
 
     def released(self, member: Member) -> None:
-        member.load.requests -= 1
+        """A lease's own news, through `Lease.release`."""
         requests = member.requests
         if requests == self._limits.requests_per_worker - 1:
             self.changed()
@@ -397,7 +404,7 @@ class Registry:
             member.breaker.no_verdict(is_trial)
         elif outcome.failure is not None:
             member.was_refused = member.was_refused or outcome.failure == Failure.CONNECT_REFUSED
-            member.breaker.failure(self._clock())
+            member.breaker.failure(self.clock())
         elif outcome.failure is None and outcome.status is not None and outcome.status < 400:
             member.breaker.success()
             member.bad_probes = 0
@@ -412,6 +419,7 @@ class Registry:
         """Raise AssertionError when the books do not balance."""
         for member in self.members.values():
             pending_tokens = member.load.pending_prefill_tokens - member.others_prefill_tokens
+            member.load.check_integrity()
             assert member.requests >= 0, member
             assert pending_tokens >= 0, member
             assert member.requests > 0 or pending_tokens == 0, member

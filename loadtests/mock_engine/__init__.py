@@ -4,6 +4,6 @@ from kvroute.loadtests.mock_engine.engine import MockEngine
 from kvroute.loadtests.mock_engine.faults import Faults
 from kvroute.loadtests.mock_engine.fleet import MockFleet, run, serve
 from kvroute.loadtests.mock_engine.options import MockOptions
-from kvroute.loadtests.mock_engine.speeds import SPEEDS, Speed
+from kvroute.policies.costs.speeds import PRESETS, Speed
 
-__all__ = ["SPEEDS", "Faults", "MockEngine", "MockFleet", "MockOptions", "Speed", "run", "serve"]
+__all__ = ["PRESETS", "Faults", "MockEngine", "MockFleet", "MockOptions", "Speed", "run", "serve"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvroute.conductor.tiers.registry import ADMISSIONS, EVICTIONS, WRITE_BACKS
 from kvroute.loadtests.mock_engine.faults import Faults
-from kvroute.loadtests.mock_engine.speeds import SPEEDS, Speed
+from kvroute.policies.costs.speeds import PRESETS, Speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class MockOptions:
     adapters: tuple[str, ...] = ()
     """LoRA names served from the start."""
     preset: str = "llama-3.1-8b-h100-tp1"
-    """Row of the speed table, see `speeds.SPEEDS`."""
+    """Row of the speed table, see `policies.costs.speeds.PRESETS`."""
     step_scale: float = 1.0
     """Multiplies every step's time (k of the engine model)."""
     step_offset_s: float = 0.0
@@ -67,8 +67,8 @@ class MockOptions:
     """How every engine misbehaves from the start."""
 
     def __post_init__(self) -> None:
-        if self.preset not in SPEEDS:
-            raise ValueError(f"preset {self.preset!r} is unknown; known: {', '.join(SPEEDS)}")
+        if self.preset not in PRESETS:
+            raise ValueError(f"preset {self.preset!r} is unknown; known: {', '.join(PRESETS)}")
         if not self.model:
             raise ValueError("model must not be empty")
         if math.isnan(self.speed) or self.speed <= 0:
@@ -111,14 +111,14 @@ class MockOptions:
     @property
     def step_speed(self) -> Speed:
         """The preset's row, calibrated."""
-        return SPEEDS[self.preset].calibrated(self.step_scale, self.step_offset_s * 1e3)
+        return PRESETS[self.preset].calibrated(self.step_scale, self.step_offset_s * 1e3)
 
     @property
     def capacity_blocks(self) -> int:
         """KV blocks of each engine."""
         if self.kv_blocks is not None:
             return self.kv_blocks
-        return max(1, SPEEDS[self.preset].kv_tokens // self.block_size_tokens)
+        return max(1, PRESETS[self.preset].kv_tokens // self.block_size_tokens)
 
     @property
     def max_tokens(self) -> int:

@@ -12,8 +12,8 @@ from kvroute.conductor.tiers.stack import TierStack
 from kvroute.loadtests.mock_engine.block_cache import BlockCache
 from kvroute.loadtests.mock_engine.loads import LoadQueue
 from kvroute.loadtests.mock_engine.sequences import Phase, Sequence
-from kvroute.loadtests.mock_engine.speeds import Speed
 from kvroute.loadtests.mock_engine.steps import Outcome, Step, Stored, Totals
+from kvroute.policies.costs.speeds import Speed
 
 
 class Scheduler:

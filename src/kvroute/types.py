@@ -1,8 +1,9 @@
 """The nouns every layer speaks.
 
-Units live in names: `_s` seconds, `_tokens`, `_bytes`. Everything here is frozen except `WorkerLoad`,
-which the gateway charges in place (see there). What is made for every request is a frozen `Struct`: made in
-a tenth of a frozen dataclass's time, and (`gc=False`, it takes part in no cycle) no work for the collector.
+Units live in names: `_s` seconds, `_tokens`, `_bytes`. Everything here is frozen; `WorkerLoad` and `Pace`,
+which a `Fleet` points to, are live objects that policies only read. What is made for every request is a
+frozen `Struct`: made in a tenth of a frozen dataclass's time, and (`gc=False`, it takes part in no cycle) no
+work for the collector.
 """
 
 from __future__ import annotations
@@ -10,8 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
+
+if TYPE_CHECKING:
+    from kvroute.load import WorkerLoad
+    from kvroute.policies.costs.links import Link
+    from kvroute.policies.costs.pace import Pace
+
+PRIOR_OUTPUT_TOKENS = 300.0
+"""Output length of a request of which nothing is known."""
 
 
 class Role(StrEnum):
@@ -54,24 +64,6 @@ class Worker:
     def serves(self, model: str | None) -> bool:
         """True when a request for `model` may go here; None means the request names no model."""
         return model is None or not self.models or model in self.models
-
-
-@dataclass(slots=True)
-class WorkerLoad:
-    """What a worker is carrying now.
-
-    Mutable on purpose: the gateway charges and releases it in the same synchronous step as the choice,
-    so a policy never reads a stale copy. Policies only read it.
-    """
-
-    requests: int = 0
-    """Leases charged here and not yet released, those of other gateway replicas included; never negative."""
-    pending_prefill_tokens: int = 0
-    """Estimated prompt tokens of those leases that have not answered their first byte."""
-    reported_running: int | None = None
-    """From the engine's own metrics; None is unknown (never polled, or the sample is too old)."""
-    reported_waiting: int | None = None
-    kv_usage_ratio: float | None = None
 
 
 class PromptKeys(Struct, frozen=True, gc=False):
@@ -133,6 +125,18 @@ class RequestView(Struct, frozen=True, gc=False):
     prompt_tokens: int = 0
     """Estimated where no tokenizer is at hand; 0 is unknown."""
     stream: bool = False
+    tenant: str = ""
+    """Whose share of the fleet this counts against; empty is nobody's in particular."""
+    priority: int = 0
+    """Lower goes first, as in vLLM."""
+    max_output_tokens: int | None = None
+    """The request's own limit on its output."""
+    ttft_limit_s: float | None = None
+    """The client's own limits; None leaves the policy's."""
+    itl_limit_s: float | None = None
+    e2e_limit_s: float | None = None
+    continues: bool | None = None
+    """Whether the client says its session goes on after this; None when it does not say."""
 
 
 class Fleet(Struct, frozen=True, gc=False):
@@ -145,6 +149,21 @@ class Fleet(Struct, frozen=True, gc=False):
     """Parallel to `workers`; empty when the prompt has no keys or no policy asked for them."""
     held_blocks: Sequence[int] = ()
     """Blocks the index knows per worker, parallel to `workers`; empty as `matches` is."""
+    paces: Sequence[Pace] = ()
+    """How fast each is, parallel to `workers`; empty means all like the default preset."""
+    output_tokens: float = PRIOR_OUTPUT_TOKENS
+    """Expected output of this request."""
+    arrivals_per_s: float = 0.0
+    """Requests that arrive for each worker, of late."""
+    promised_s: Sequence[float] = ()
+    """Prefill seconds of held requests that go before this one, by the worker each waits for; parallel to
+    `workers`, empty when none is held."""
+    may_hold: bool = False
+    """Whether the answer may be `Hold`."""
+    pd_link: Link | None = None
+    """Carries KV from a prefill to a decode worker; None: requests cannot be split."""
+    peer_link: Link | None = None
+    """Carries KV from one worker's cache to another's; None: they cannot pull."""
 
 
 class Candidate(Struct, frozen=True, gc=False):
@@ -154,12 +173,76 @@ class Candidate(Struct, frozen=True, gc=False):
     decode: Worker
 
 
+class Cost(Struct, frozen=True, gc=False):
+    """The price of one candidate in seconds, term by term."""
+
+    queue_wait_s: float = 0.0
+    """Until the prefill can begin."""
+    load_s: float = 0.0
+    """What loading KV from lower tiers or a peer adds to that wait: the part the queue does not hide."""
+    prefill_s: float = 0.0
+    """Of the uncached tokens."""
+    handoff_s: float = 0.0
+    """KV from the prefill to the decode worker."""
+    cache_s: float = 0.0
+    """To others: what is computed here evicts or duplicates what they would use."""
+    delay_s: float = 0.0
+    """To others: arrivals that this prefill will delay."""
+    stall_s: float = 0.0
+    """To others: decodes that this prefill stalls."""
+    decode_s: float = 0.0
+    """This request's own decode life, stretched by the prefills around it."""
+    itl_s: float = 0.0
+    """Predicted time between tokens, when decode begins. No part of the sum."""
+
+    @property
+    def ttft_s(self) -> float:
+        """Predicted time to first token."""
+        return self.queue_wait_s + self.load_s + self.prefill_s + self.handoff_s
+
+    @property
+    def externality_s(self) -> float:
+        """What the choice costs others, and this request later."""
+        return self.cache_s + self.delay_s + self.stall_s + self.decode_s
+
+    @property
+    def total_s(self) -> float:
+        """What is minimised."""
+        return self.ttft_s + self.externality_s
+
+
+class Priced(Struct, frozen=True, gc=False):
+    """A candidate with its price, for people to look at."""
+
+    candidate: Candidate
+    cost: Cost
+    matched_tokens: int = 0
+    loaded_tokens: int = 0
+    """Of those, to be loaded from a lower tier."""
+    infeasible: str | None = None
+    """The limit it would break; None when it keeps all."""
+
+
+class Pull(Struct, frozen=True, gc=False):
+    """KV to fetch from another worker's cache before the prefill."""
+
+    source: Worker
+    tokens: int
+    """Of the prompt's beginning, that the source holds and the target does not."""
+    expected_s: float
+
+
 class Decision(Struct, frozen=True, gc=False):
     """A policy's choice, with a short reason from a small fixed set (it becomes a metric label)."""
 
     candidate: Candidate
     reason: str
     matched_tokens: int = 0
+    cost: Cost | None = None
+    """None where the policy does not price."""
+    loads: bool = True
+    """Whether what lies in tiers below the GPU is worth loading."""
+    pull: Pull | None = None
 
     @classmethod
     def whole(cls, worker: Worker, reason: str, matched_tokens: int = 0) -> Decision:
@@ -167,11 +250,32 @@ class Decision(Struct, frozen=True, gc=False):
         return cls(Candidate(worker, worker), reason, matched_tokens)
 
 
+class Hold(Struct, frozen=True, gc=False):
+    """Nobody should take this yet: it waits in the gateway and is priced again when something frees."""
+
+    worker: Worker
+    """The one it would go to as things stand."""
+    prefill_s: float
+    """What it would cost there, in seconds of the preset; those behind it see it as promised."""
+    rank_s: float = 0.0
+    """Held requests go in the order of arrival plus this: short first, and aged."""
+
+
 class Rejection(Struct, frozen=True, gc=False):
     """No worker should take this now; the client is told when to come back."""
 
     reason: str
     retry_after_s: float = 1.0
+
+
+class Prediction(Struct, frozen=True, gc=False):
+    """What was expected of an attempt at its choice, by the pace of its worker."""
+
+    ttft_s: float
+    itl_s: float
+    ahead_s: float
+    """Queue and prefill in seconds of the preset, uncorrected; the same for the decode step."""
+    step_s: float
 
 
 class Outcome(Struct, frozen=True, gc=False):
@@ -189,3 +293,7 @@ class Outcome(Struct, frozen=True, gc=False):
     completion_tokens: int | None = None
     matched_tokens: int = 0
     """What the index promised at choice."""
+    itl_s: float | None = None
+    """Mean time between tokens; None for fewer than two."""
+    prediction: Prediction | None = None
+    """What was expected of it; None when nothing was."""

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvroute.loadtests.mock_engine import SPEEDS, MockFleet, MockOptions, serve
+from kvroute.loadtests.mock_engine import PRESETS, MockFleet, MockOptions, serve
 
 
 def chat(words: int, **fields: Any) -> dict[str, Any]:
@@ -46,7 +46,7 @@ async def test_time_passes_as_the_model_says() -> None:
         started = time.monotonic()
         await client.post("/v1/chat/completions", json=chat(8000))
         warm_s = time.monotonic() - started
-    speed = SPEEDS[options.preset]
+    speed = PRESETS[options.preset]
     decode_s = 7 * speed.step_s(0, 0, 1, 8000)
     cold_model_s = (0.02 + speed.prefill_s(8000) + decode_s) / 2
     warm_model_s = (0.02 + speed.prefill_s(16, 7984) + decode_s) / 2

@@ -9,9 +9,9 @@ import pytest
 from kvroute.loadtests.mock_engine.block_cache import BlockCache
 from kvroute.loadtests.mock_engine.scheduler import Outcome, Scheduler
 from kvroute.loadtests.mock_engine.sequences import Phase, Sequence
-from kvroute.loadtests.mock_engine.speeds import SPEEDS, Speed
+from kvroute.policies.costs.speeds import PRESETS, Speed
 
-SPEED = SPEEDS["qwen3-32b-h100-tp2"]
+SPEED = PRESETS["qwen3-32b-h100-tp2"]
 BLOCK = 16
 
 
@@ -36,9 +36,9 @@ def drain(scheduler: Scheduler) -> tuple[float, list[Outcome]]:
     return now_s, outcomes
 
 
-@pytest.mark.parametrize("name", SPEEDS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_lone_prefill_takes_what_the_table_says(name: str) -> None:
-    speed = SPEEDS[name]
+    speed = PRESETS[name]
     scheduler = Scheduler(BlockCache(10_000), speed, BLOCK)
     scheduler.add(prompt(1, 4000))
     step = scheduler.step()

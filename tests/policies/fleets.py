@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvroute.types import Fleet, PrefixMatch, Worker, WorkerLoad
+from kvroute.load import WorkerLoad
+from kvroute.types import Fleet, PrefixMatch, Worker
 
 
 def fleet(

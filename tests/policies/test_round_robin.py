@@ -3,8 +3,9 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
+from kvroute.load import WorkerLoad
 from kvroute.policies.round_robin import REMEMBERED, RoundRobin
-from kvroute.types import Fleet, RequestView, Worker, WorkerLoad
+from kvroute.types import Fleet, RequestView, Worker
 
 from .fleets import fleet
 

@@ -52,7 +52,7 @@ class Fleet:
         return caught.value
 
     def charge(self, member: Member, tokens: int = 10) -> Lease:
-        return self.registry.charge(member, tokens, self.now_s)
+        return self.registry.charge(member, self.now_s, uncached_tokens=tokens)
 
     def outcome(
         self, member: Member, status: int | None = 200, failure: str | None = None, *, trial: bool = True

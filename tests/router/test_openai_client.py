@@ -194,7 +194,7 @@ async def test_a_full_gateway_is_a_rate_limit_that_the_client_waits_out() -> Non
     script = replying(chat({"content": "Hello"}))
     async with Engine(script=script) as engine, gateway(engine, limits={"requests_per_worker": 1}) as server:
         (member,) = server.registry.members.values()
-        lease = server.registry.charge(member, 0, 0)
+        lease = server.registry.charge(member, 0.0)
         async with api(server) as client:
             with pytest.raises(openai.RateLimitError) as caught:
                 await client.chat.completions.create(model="m", messages=MESSAGES)

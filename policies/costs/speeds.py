@@ -31,7 +31,7 @@ class Speed:
     offset_ms: float = 0.0
     """o: added to every step."""
 
-    def step_s(self, prefill_tokens: int, attention: float, decodes: int, context_tokens: int) -> float:
+    def step_s(self, prefill_tokens: int, attention: float, decodes: int, context_tokens: float) -> float:
         """Seconds one step takes; `attention` is the sum of n (P + n/2) over its prefill chunks."""
         decode_ms = self.decode_base_ms + self.decode_sequence_ms * decodes
         if prefill_tokens:
@@ -47,6 +47,15 @@ class Speed:
         linear_ms = max(self.floor_ms, self.base_ms + self.token_ms * new_tokens)
         return (linear_ms + self.attention_ms * new_tokens * (cached_tokens + new_tokens / 2)) / 1e3
 
+    def marginal_prefill_s(self, new_tokens: int, cached_tokens: int = 0) -> float:
+        """Seconds that `new_tokens` add to a step that runs anyway: no floor, no base. For a price."""
+        attended = cached_tokens + new_tokens / 2
+        return (self.token_ms + self.attention_ms * attended) * new_tokens / 1e3
+
+    def decode_s(self, decodes: int, context_tokens: float) -> float:
+        """Seconds of a step that only decodes, for that many sequences over that much context in all."""
+        return self.step_s(0, 0.0, decodes, context_tokens)
+
     def block_s(self, depth: int, block_tokens: int) -> float:
         """Seconds that one more block adds to a prefill, after `depth` blocks."""
         attended = block_tokens * (depth * block_tokens + block_tokens / 2)
@@ -57,7 +66,7 @@ class Speed:
         return replace(self, scale=scale, offset_ms=offset_ms)
 
 
-SPEEDS: dict[str, Speed] = {
+PRESETS: dict[str, Speed] = {
     "llama-3.1-8b-h100-tp1": Speed(7.42, 1.94, 0.01975, 8.09e-7, 6.43, 0.0102, 4.25e-5, 432_992, 131_072),
     "llama-3.1-8b-h200-tp1": Speed(5.49, 2.29, 0.01914, 8.30e-7, 4.96, 0.0107, 3.00e-5, 882_732, 131_072),
     "qwen3-32b-h100-tp2": Speed(18.37, 4.65, 0.04967, 1.62e-6, 13.61, 0.0257, 4.26e-5, 301_810, 262_144),
