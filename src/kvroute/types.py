@@ -149,6 +149,10 @@ class Fleet(Struct, frozen=True, gc=False):
     """Parallel to `workers`; empty when the prompt has no keys or no policy asked for them."""
     held_blocks: Sequence[int] = ()
     """Blocks the index knows per worker, parallel to `workers`; empty as `matches` is."""
+    keys: Sequence[int] = ()
+    """The prompt's block keys, where a policy `needs_active_keys`; else empty."""
+    block_tokens: int = 0
+    """Tokens per block of `keys`."""
     paces: Sequence[Pace] = ()
     """How fast each is, parallel to `workers`; empty means all like the default preset."""
     output_tokens: float = PRIOR_OUTPUT_TOKENS
