@@ -39,7 +39,7 @@ _SECONDS_WANTED = "a time with a unit is expected, such as 50ms, 2s or 10us"
 
 
 def parse_bytes(text: str, field: str, *, zero_ok: bool = False) -> int:
-    """Bytes, rounded down; a bare number is bytes. ValueError says `field`, what was wrong, what is accepted."""
+    """Bytes, rounded down; a bare number is bytes. ValueError says `field`, what was wrong and expected."""
     size = int(_parse(text, field, {**_SIZES, "": Fraction(1)}, _SIZES_WANTED, zero_ok))
     if size < 1 and not zero_ok:
         raise ValueError(f"{field}: {text!r} is less than one byte; {_SIZES_WANTED}")
