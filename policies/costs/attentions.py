@@ -114,7 +114,8 @@ def qwen_kinds(fields: Fields, layers: int) -> list[str]:
 def every(period: int) -> Kinds:
     """Each `period`-th layer is full, the others have a window.
 
-    `sliding_window_pattern` overrides the period. It may be a word as EXAONE 4 writes it: "LLLG" is three local layers and a global one.
+    `sliding_window_pattern` overrides the period. It may be a word as EXAONE 4 writes it: "LLLG"
+    is three local layers and a global one.
     """
 
     def kinds(fields: Fields, layers: int) -> list[str]:

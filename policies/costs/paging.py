@@ -37,8 +37,8 @@ def paged_bytes(rank: KvGeometry, tokens: int, block_tokens: int) -> int:
     """What one sequence takes on this rank, tail waste included.
 
     A window layer keeps the blocks its window touches: it may begin within a block, so one more than the
-    window fills (vLLM 0.32, `SlidingWindowSpec`; what it holds for a prefill's tokens in flight is not counted).
-    States take what they are; engines pad them to a page.
+    window fills (vLLM 0.32, `SlidingWindowSpec`; what it holds for a prefill's tokens in flight is not
+    counted). States take what they are; engines pad them to a page.
     """
     attention = (layer.attention for layer in rank.layers if layer.attention)
     kept = sum(_kept_blocks(layer, tokens, block_tokens) * layer.bytes_per_token for layer in attention)
@@ -68,30 +68,26 @@ def sequences_that_fit(ranks: Sequence[KvGeometry], memory_bytes: int, tokens: i
     return memory_bytes // most if most else 0
 
 
-def resident_bytes(rank: KvGeometry, lengths: Sequence[int], steps: int, block_tokens: int) -> int:
-    """What sequences of these lengths take on this rank after `steps` decode steps of each."""
-    return sum(paged_bytes(rank, tokens + steps, block_tokens) for tokens in lengths)
-
-
 def steps_that_fit(
     ranks: Sequence[KvGeometry],
     memory_bytes: int,
-    lengths: Sequence[int],
+    sequences: int,
+    tokens: int,
     block_tokens: int,
     most_steps: int,
 ) -> int | None:
-    """Decode steps all these sequences can make together before one of them must yield; at most `most_steps`.
+    """Decode steps, up to `most_steps`, that `sequences` of `tokens` make together before one must yield.
 
     None if they do not even fit at the start.
     """
 
     def fit(steps: int) -> bool:
-        return all(resident_bytes(rank, lengths, steps, block_tokens) <= memory_bytes for rank in ranks)
+        return sequences <= sequences_that_fit(ranks, memory_bytes, tokens + steps, block_tokens)
 
-    return last_that(fit, most_steps) if fit(0) else None
+    return _last_that(fit, most_steps) if fit(0) else None
 
 
-def last_that(holds: Callable[[int], bool], most: int) -> int:
+def _last_that(holds: Callable[[int], bool], most: int) -> int:
     """The largest number up to `most` for which `holds`, which is true at 0 and never again once false."""
     low, high = 0, most
     while low < high:
