@@ -78,6 +78,8 @@ class WorkerLoad:
     """This gateway's requests without a first byte."""
     pending_prefill_s: float = 0.0
     """Their prefill, in order of arrival; the head's progress is not taken off."""
+    others_prefill_s: float = 0.0
+    """The pending prefill of other replicas' requests."""
     head_prefill_s: float = 0.0
     """Of it, what the oldest of them takes."""
     head_since_s: float = 0.0
@@ -104,9 +106,10 @@ class WorkerLoad:
         The oldest runs since its turn came; overdue, it counts nothing more, and those behind it in full.
         """
         if not self.prefilling:
-            return 0.0
+            return self.others_prefill_s * scale
         done_s = (now_s - self.head_since_s) / scale
-        return (self.pending_prefill_s - min(done_s, self.head_prefill_s)) * scale
+        left_s = self.pending_prefill_s - min(done_s, self.head_prefill_s)
+        return (left_s + self.others_prefill_s) * scale
 
     def prefill_share(self, now_s: float, scale: float = 1.0) -> float:
         """Share of the last half minute spent prefilling, from 0; above 1 when estimates were too high."""

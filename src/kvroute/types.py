@@ -165,7 +165,8 @@ class Fleet(Struct, frozen=True, gc=False):
     may_hold: bool = False
     """Whether the answer may be `Hold`."""
     pd_link: Link | None = None
-    """Carries KV from a prefill to a decode worker; None: requests cannot be split."""
+    """Carries KV from a prefill to a decode worker; None: requests cannot be split, and
+    every worker does both."""
     peer_link: Link | None = None
     """Carries KV from one worker's cache to another's; None: they cannot pull."""
 

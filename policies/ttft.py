@@ -1,0 +1,273 @@
+"""The default: every candidate priced in seconds, the cheapest taken, prefill and decode worker together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from msgspec import Struct
+from pydantic import Field
+
+from kvroute.policies.costs.pace import Pace
+from kvroute.policies.limits import NO_LIMITS, Limits
+from kvroute.policies.pricing import CHUNK_TOKENS, Side, Weights, cost_of, has_room, price_sides
+from kvroute.types import Candidate, Decision, Fleet, Hold, Priced, Pull, Rejection, RequestView, Role
+
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Limit = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
+DEFAULT_PACE = Pace()
+MAX_PRICED = 256
+"""Candidates that `price` lists: a fleet of P prefill and D decode workers has P x D."""
+
+
+class _Choice(Struct, gc=False):
+    """Indexes of the workers, the price, and the limit it would break."""
+
+    prefill: int
+    decode: int
+    total_s: float
+    broken: str | None = None
+    handoff_s: float = 0.0
+
+
+class Ttft:
+    """Rule: argmin over prefill and decode workers, one and the same included, of the price in `pricing`.
+
+    A limit of the request or of the options (TTFT, ITL, end to end) makes candidates that would break it
+    infeasible: they are taken only when no other is left, the cheapest first, or, with `admission` "slo", not
+    at all. ITL is judged by the load when decode will begin: whoever is queued now decodes by then.
+
+    With `hold`, a request whose cheapest worker has a step's worth of prefill pending, or no KV room, waits
+    in the gateway, short ones first and aged by `age_weight`; its prefill counts as promised for those
+    behind it. When a worker frees it is priced again, and goes where it is then cheapest.
+
+    Ties go round. A pull from a peer's cache is considered after the choice, on the chosen worker: priced
+    into the choice it would make copies of everything look cheap.
+
+    Options: the weights of `pricing`, `hold`, `age_weight`, the limits in seconds, `admission` (off or slo),
+    `max_queue_s` (reject when every queue is longer).
+
+    Reasons: cached, cold, moved (a longer prefix was passed over), split. Rejections: ttft, itl, e2e, queue.
+
+    Trade-offs: needs a pace for every worker, preset or learned; a wrong one costs until it is corrected.
+    """
+
+    needs_prefix: ClassVar[bool] = True
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        cache_weight: Weight = 2.0
+        delay_weight: Weight = 1.0
+        decode_weight: Weight = 0.2
+        hold: bool = True
+        age_weight: Weight = 30.0
+        ttft_limit_s: Limit = None
+        itl_limit_s: Limit = None
+        e2e_limit_s: Limit = None
+        admission: Literal["off", "slo"] = "off"
+        max_queue_s: Limit = None
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._weights = Weights(options.cache_weight, options.delay_weight, options.decode_weight)
+        self._limits = Limits(options.ttft_limit_s, options.itl_limit_s, options.e2e_limit_s)
+        self._turn = -1
+
+    def decide(self, request: RequestView, fleet: Fleet) -> Decision | Hold | Rejection:
+        self._turn += 1
+        paces = fleet.paces or [DEFAULT_PACE] * len(fleet.workers)
+        sides = price_sides(request, fleet, self._weights, paces)
+        limits = self._limits_of(request)
+        choice = self._cheapest(request, fleet, paces, sides, limits)
+        rejection = self._rejection(fleet, paces, sides, limits, choice)
+        if rejection is not None:
+            return rejection
+        if fleet.may_hold and self._options.hold and self._must_wait(request, fleet, paces, choice):
+            side = sides[choice.prefill]
+            shortest_s = min(side.prefill_s for side in sides)
+            return Hold(
+                fleet.workers[choice.prefill], side.raw_prefill_s, self._options.age_weight * shortest_s
+            )
+        return self._decision(request, fleet, paces, sides, choice)
+
+    def price(self, request: RequestView, fleet: Fleet) -> Sequence[Priced]:
+        """All candidates, those that keep the limits first, then cheapest first; at most `MAX_PRICED`."""
+        paces = fleet.paces or [DEFAULT_PACE] * len(fleet.workers)
+        sides = price_sides(request, fleet, self._weights, paces)
+        limits = self._limits_of(request)
+        priced = []
+        for choice in _candidates(request, fleet, paces, sides, limits):
+            side = sides[choice.prefill]
+            priced.append(
+                Priced(
+                    Candidate(fleet.workers[choice.prefill], fleet.workers[choice.decode]),
+                    cost_of(side, self._weights, sides[choice.decode], choice.handoff_s),
+                    side.cached_tokens,
+                    side.loaded_tokens,
+                    choice.broken,
+                )
+            )
+        priced.sort(key=lambda each: (each.infeasible is not None, each.cost.total_s))
+        return priced[:MAX_PRICED]
+
+    # --- parts of a decision -------------------------------------------------------------------
+
+    def _limits_of(self, request: RequestView) -> Limits:
+        ours = self._limits
+        if request.ttft_limit_s is None and request.itl_limit_s is None and request.e2e_limit_s is None:
+            return ours
+        return Limits(
+            request.ttft_limit_s if request.ttft_limit_s is not None else ours.ttft_s,
+            request.itl_limit_s if request.itl_limit_s is not None else ours.itl_s,
+            request.e2e_limit_s if request.e2e_limit_s is not None else ours.e2e_s,
+        )
+
+    def _cheapest(
+        self,
+        request: RequestView,
+        fleet: Fleet,
+        paces: Sequence[Pace],
+        sides: Sequence[Side],
+        limits: Limits,
+    ) -> _Choice:
+        count = len(sides)
+        start = self._turn % count
+        if fleet.pd_link is None and limits == NO_LIMITS:  # the way of most requests
+            best, best_s = start, float("inf")
+            for at in (*range(start, count), *range(start)):
+                side = sides[at]
+                if side.start_s + side.stay_s < best_s:
+                    best, best_s = at, side.start_s + side.stay_s
+            return _Choice(best, best, best_s)
+        return min(
+            _candidates(request, fleet, paces, sides, limits, pairs=2),
+            key=lambda one: (one.broken is not None, one.total_s, (one.prefill - start) % count),
+        )
+
+    def _rejection(
+        self, fleet: Fleet, paces: Sequence[Pace], sides: Sequence[Side], limits: Limits, choice: _Choice
+    ) -> Rejection | None:
+        options = self._options
+        if options.max_queue_s is not None:
+            excess_s = min(side.queue_s for side in sides) - options.max_queue_s
+            if excess_s > 0:
+                return Rejection("queue", excess_s)
+        if choice.broken is None or options.admission == "off":
+            return None
+        ttft_s = _ttft_s(paces[choice.prefill], sides[choice.prefill], sides[choice.decode], choice.handoff_s)
+        return Rejection(
+            choice.broken, limits.wait_s(ttft_s, sides[choice.decode].itl_s, fleet.output_tokens)
+        )
+
+    @staticmethod
+    def _must_wait(request: RequestView, fleet: Fleet, paces: Sequence[Pace], choice: _Choice) -> bool:
+        """Whether somebody held goes there first, or a step's worth of prefill, or there is no KV room."""
+        if fleet.promised_s and fleet.promised_s[choice.prefill] > 0:
+            return True
+        if fleet.loads[choice.prefill].pending_prefill_tokens >= CHUNK_TOKENS:
+            return True
+        at = choice.decode
+        return not has_room(fleet.loads[at], paces[at], request.prompt_tokens, fleet.output_tokens)
+
+    def _decision(
+        self,
+        request: RequestView,
+        fleet: Fleet,
+        paces: Sequence[Pace],
+        sides: Sequence[Side],
+        choice: _Choice,
+    ) -> Decision:
+        side = sides[choice.prefill]
+        longest = max(each.cached_tokens for each in sides)
+        if choice.prefill != choice.decode:
+            reason = "split"
+        elif side.cached_tokens < longest:
+            reason = "moved"
+        else:
+            reason = "cached" if longest else "cold"
+        pull = None
+        if fleet.peer_link is not None:
+            pull = _worthwhile_pull(request, fleet, paces, side, choice.prefill)
+        return Decision(
+            Candidate(fleet.workers[choice.prefill], fleet.workers[choice.decode]),
+            reason,
+            side.cached_tokens,
+            cost_of(side, self._weights, sides[choice.decode], choice.handoff_s),
+            not fleet.matches or side.loaded_tokens > 0 or not _has_lower(fleet, choice.prefill),
+            pull,
+        )
+
+
+def _has_lower(fleet: Fleet, at: int) -> bool:
+    """Whether more of the prompt lies below that worker's GPU than in it."""
+    return fleet.matches[at].tokens > fleet.matches[at].gpu_tokens
+
+
+def _ttft_s(pace: Pace, prefill: Side, decode: Side, handoff_s: float) -> float:
+    return pace.overhead_s + prefill.queue_s + prefill.load_s + prefill.prefill_s + decode.room_s + handoff_s
+
+
+def _candidates(
+    request: RequestView,
+    fleet: Fleet,
+    paces: Sequence[Pace],
+    sides: Sequence[Side],
+    limits: Limits,
+    pairs: int | None = None,
+) -> Iterator[_Choice]:
+    """Every worker that may do it all, and every split of two different workers.
+
+    With `pairs`, splits of the best so many of each half only: a price is the sum of its halves, so that with
+    two the best split is among them.
+    """
+    workers, output = fleet.workers, fleet.output_tokens
+
+    def choice(i: int, j: int, handoff_s: float = 0.0) -> _Choice:
+        ttft_s = _ttft_s(paces[i], sides[i], sides[j], handoff_s)
+        total_s = sides[i].start_s + sides[j].stay_s + handoff_s
+        return _Choice(i, j, total_s, limits.broken(ttft_s, sides[j].itl_s, output), handoff_s)
+
+    everyone = range(len(workers))
+    link = fleet.pd_link
+    for i in everyone:
+        if link is None or workers[i].role is Role.BOTH:
+            yield choice(i, i)
+    if link is None:
+        return
+
+    def best(among: list[int], key: Callable[[int], tuple[bool, float]]) -> list[int]:
+        return among if pairs is None else sorted(among, key=key)[:pairs]
+
+    def prefill_key(i: int) -> tuple[bool, float]:
+        too_late = limits.ttft_s is not None and sides[i].queue_s + sides[i].prefill_s > limits.ttft_s
+        return too_late, sides[i].start_s
+
+    def decode_key(j: int) -> tuple[bool, float]:
+        return limits.itl_s is not None and sides[j].itl_s > limits.itl_s, sides[j].stay_s
+
+    decoders = best([j for j in everyone if workers[j].role is not Role.PREFILL], decode_key)
+    for i in best([i for i in everyone if workers[i].role is not Role.DECODE], prefill_key):
+        handoff_s = link.transfer_s(request.prompt_tokens * paces[i].speed.kv_bytes_per_token)
+        for j in decoders:
+            if i != j:
+                yield choice(i, j, handoff_s)
+
+
+def _worthwhile_pull(
+    request: RequestView, fleet: Fleet, paces: Sequence[Pace], side: Side, at: int
+) -> Pull | None:
+    """What to fetch from the peer that holds most, if that and the prefill of the rest take less."""
+    if not fleet.matches or fleet.peer_link is None:
+        return None
+    source = max(range(len(fleet.matches)), key=lambda i: fleet.matches[i].confirmed_tokens)
+    upto = min(fleet.matches[source].confirmed_tokens, request.prompt_tokens - 1)
+    missing = upto - side.cached_tokens
+    if source == at or missing <= 0:
+        return None
+    pace = paces[at]
+    pull_s = fleet.peer_link.transfer_s(missing * pace.speed.kv_bytes_per_token)
+    rest_s = pace.speed.marginal_prefill_s(request.prompt_tokens - upto, upto) * pace.prefill_scale
+    if max(side.queue_s, pull_s) + rest_s >= side.queue_s + side.load_s + side.prefill_s:
+        return None
+    return Pull(fleet.workers[source], missing, pull_s)
