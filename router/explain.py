@@ -11,7 +11,8 @@ from kvroute.conductor.prompts import ROUTES
 from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.exchange import Services
 from kvroute.router.parsed_request import PARSE_IN_THREAD_BYTES, ParsedRequest
-from kvroute.router.request_view import MalformedBody, parse_request
+from kvroute.router.request_headers import MalformedRequest
+from kvroute.router.request_view import parse_request
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 JSON = {b"content-type": b"application/json"}
@@ -69,7 +70,7 @@ class Explainer:
         tokens = self._services.tokens
         try:
             parsed = parse_request(path, JSON, body, tokens)
-        except MalformedBody as error:
+        except MalformedRequest as error:
             raise GatewayError(Failure.MALFORMED, str(error), param=error.field) from None
         if parsed.fields is not None and tokens is not None:
             await tokens.ask(parsed, path)

@@ -23,8 +23,9 @@ from kvroute.router.errors import Failure, GatewayError, shorten
 from kvroute.router.exchange import OTHER, Exchange, Services
 from kvroute.router.metrics import gauge
 from kvroute.router.parsed_request import PARSE_IN_THREAD_BYTES, ParsedRequest
+from kvroute.router.request_headers import MalformedRequest
 from kvroute.router.request_parser import Request
-from kvroute.router.request_view import MalformedBody, parse_request
+from kvroute.router.request_view import parse_request
 from kvroute.router.workers import State
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class Gateway:
     def _parse(self, request: Request) -> ParsedRequest:
         try:
             return parse_request(request.target, request.fields, request.body, self._services.tokens)
-        except MalformedBody as error:
+        except MalformedRequest as error:
             raise GatewayError(Failure.MALFORMED, str(error), param=error.field) from None
 
     def _parse_large(self, request: Request) -> ParsedRequest:

@@ -1,15 +1,16 @@
 """What routing needs of a request, read once; the body itself is forwarded as it came.
 
 The gateway refuses only what it cannot route on: a body that is not JSON, not an object, or names its
-model by something other than a string, on the generation routes. Anything else passes and the engine
-judges it, an empty body and one of another content type included. A prompt that gives no keys says why,
-by one of `parsed_request.NO_KEYS`.
+model by something other than a string, on the generation routes, and headers of its own with values it cannot
+read. Anything else passes and the engine judges it, an empty body and one of another content type included.
+A prompt that gives no keys says why, by one of `parsed_request.NO_KEYS`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -23,9 +24,9 @@ from kvroute.conductor.prompts import ROUTES
 from kvroute.conductor.tokens.outcome import Unavailable
 from kvroute.conductor.tokens.yielding import let_others_run
 from kvroute.router.parsed_request import ParsedRequest, TokenIds, TokenSource
+from kvroute.router.request_headers import MAX_PRIORITY, MalformedRequest, read_headers
 from kvroute.types import RequestView
 
-SESSION_HEADERS = frozenset({b"x-session-id", b"x-kvroute-session"})
 SESSION_FIELDS = (
     ("session_id", None),
     ("prompt_cache_key", None),
@@ -33,8 +34,13 @@ SESSION_FIELDS = (
     ("metadata", "user_id"),
     ("user", None),
 )
-"""Where a session id is looked for, headers first; the first non-empty string (or integer) is taken. `user`
-is last: it is the coarsest, and one user may hold many conversations."""
+"""Where a session id is looked for after the headers; the first non-empty string (or integer) is taken.
+`user` is last: it is the coarsest, and one user may hold many conversations."""
+OUTPUT_LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+"""The first with a positive integer is the request's own limit on its output; SGLang's /generate has
+`sampling_params.max_new_tokens` in their place. Any other value is the engine's to judge."""
+MAX_OUTPUT_TOKENS = 2**31 - 1
+_ASKED_FIELDS = frozenset({*OUTPUT_LIMIT_FIELDS, "sampling_params", "priority"})
 
 _SESSION_ROOTS = frozenset(name for name, _ in SESSION_FIELDS)
 NAMESPACE_FIELDS = frozenset({"lora_name", "lora_path", "cache_salt", "extra_key"})
@@ -48,45 +54,32 @@ MAX_CACHED_CHARS = 128
 _TRUTHY = frozenset({"true", "1", "yes", "on", "t", "y"})
 
 
-class MalformedBody(Exception):
-    """A body that cannot be routed on; the message names the field, the fault and what is accepted."""
-
-    def __init__(self, message: str, field: str | None = None) -> None:
-        super().__init__(message)
-        self.field = field
-
-
 def parse_request(
     target: bytes, headers: Mapping[bytes, bytes], body: bytes, tokens: TokenSource | None = None
 ) -> ParsedRequest:
-    """Read one request; `headers` by lower-case name. Raises `MalformedBody` (see above) and nothing else."""
+    """Read one request; `headers` by lower-case name. Raises `MalformedRequest` (see above) alone."""
     path = target.partition(b"?")[0]
     route = ROUTES.get(path)
     is_json = _is_json(headers.get(b"content-type"))
-    session_id = None
-    if not SESSION_HEADERS.isdisjoint(headers):
-        session_id = _session_header(headers)
+    said, priority = read_headers(headers)
     no_keys = "route" if route is None else "empty" if not body else None
     if is_json is False or not body or (route is None and not is_json):
-        return ParsedRequest(RequestView(session_id=session_id), no_keys=no_keys or "content_type")
+        return ParsedRequest(said, no_keys=no_keys or "content_type")
     if len(body) > (OUTLINE_ABOVE_BYTES if tokens is None else TOKENISE_UP_TO_BYTES):
-        return _parse_outline(route is not None, session_id, body)
+        return _parse_outline(route is not None, said, priority, body)
     if route is None:
-        return _parse_other(session_id, body)
+        return _parse_other(said, body)
     fields = _load(body)
     let_others_run()
     model = _model(fields)
-    session_id = session_id or _session_id(fields)
-    stream = _is_true(fields.get("stream"))
     made = NO_TOKENIZER if tokens is None else tokens(model, path, fields)
-    view = RequestView(model, session_id, 0, stream)
     if isinstance(made, TokenIds):
-        request = ParsedRequest(view)
+        request = ParsedRequest(_view(said, priority, model, fields, 0))
         take_tokens(request, made, fields)
         return request
     prompt = route.prompt(fields)
     return ParsedRequest(
-        replace(view, prompt_tokens=-(-len(prompt.data) // BYTES_PER_TOKEN)),
+        _view(said, priority, model, fields, -(-len(prompt.data) // BYTES_PER_TOKEN)),
         prompt.no_keys,
         None if made is None else made.reason,
         0 if made is None else made.predicted_tokens or 0,
@@ -94,6 +87,47 @@ def parse_request(
         prompt.data,
         _root=_root(model, fields, prompt.domain),
     )
+
+
+def _view(
+    said: RequestView, priority: int | None, model: str | None, fields: Mapping[str, Any], prompt_tokens: int
+) -> RequestView:
+    """Headers, body and length of the prompt in one; what headers say counts before the body."""
+    limit = None
+    if not _ASKED_FIELDS.isdisjoint(fields):
+        limit = _output_limit(fields)
+        if priority is None:
+            priority = _asked_priority(fields.get("priority"))
+    return RequestView(
+        model,
+        said.session_id or _session_id(fields),
+        prompt_tokens,
+        _is_true(fields.get("stream")),
+        said.tenant,
+        priority or 0,
+        limit,
+        said.ttft_limit_s,
+        said.itl_limit_s,
+        said.e2e_limit_s,
+        said.continues,
+    )
+
+
+def _output_limit(fields: Mapping[str, Any]) -> int | None:
+    for name in OUTPUT_LIMIT_FIELDS:
+        value = fields.get(name)
+        if type(value) is int and 0 < value <= MAX_OUTPUT_TOKENS:
+            return value
+    sampling = fields.get("sampling_params")
+    if isinstance(sampling, dict):
+        value = sampling.get("max_new_tokens")
+        if type(value) is int and 0 < value <= MAX_OUTPUT_TOKENS:
+            return value
+    return None
+
+
+def _asked_priority(value: Any) -> int | None:
+    return value if type(value) is int and -MAX_PRIORITY <= value <= MAX_PRIORITY else None
 
 
 def take_tokens(request: ParsedRequest, made: TokenIds | Unavailable, fields: Mapping[str, Any]) -> None:
@@ -109,6 +143,11 @@ class _Outline(Struct):
 
     model: str | None = None
     stream: Raw = Raw(b"false")
+    max_completion_tokens: Raw = Raw()
+    max_tokens: Raw = Raw()
+    max_output_tokens: Raw = Raw()
+    sampling_params: Raw = Raw()
+    priority: Raw = Raw()
     tools: Raw = Raw()
     system: Raw = Raw()
     instructions: Raw = Raw()
@@ -123,11 +162,15 @@ class _Outline(Struct):
     extra_key: Raw = Raw()
 
 
+_SMALL_FIELDS = ("stream", "priority", *OUTPUT_LIMIT_FIELDS, "sampling_params")
+MAX_SMALL_FIELD_BYTES = 16 * 2**10
 _PROMPT_FIELDS = ("tools", "system", "instructions", "input_ids", "messages", "input", "prompt", "text")
 _decode_outline = msgspec.json.Decoder(_Outline).decode
 
 
-def _parse_outline(is_prompt_route: bool, session_id: str | None, body: bytes) -> ParsedRequest:
+def _parse_outline(
+    is_prompt_route: bool, said: RequestView, priority: int | None, body: bytes
+) -> ParsedRequest:
     """Read a large body without making objects of it: a megabyte of `{},` would become a hundred.
 
     Its keys are of the JSON as it stands, which a client that goes on with a chat writes the same way again;
@@ -137,30 +180,41 @@ def _parse_outline(is_prompt_route: bool, session_id: str | None, body: bytes) -
         outline = _decode_outline(body)
     except msgspec.ValidationError as error:
         field = "model" if "$.model" in str(error) else None
-        raise MalformedBody(f"the body is not usable: {error}", field) from None
+        raise MalformedRequest(f"the body is not usable: {error}", field) from None
     except (msgspec.DecodeError, RecursionError) as error:
-        raise MalformedBody(f"the body is not valid JSON: {error}; a JSON object is expected") from None
+        raise MalformedRequest(f"the body is not valid JSON: {error}; a JSON object is expected") from None
     prompt = b"".join(bytes(getattr(outline, name)) for name in _PROMPT_FIELDS)
     extras = (outline.lora_name, outline.lora_path, outline.cache_salt, outline.extra_key)
     salt = b"\0".join(map(bytes, extras)).decode("utf-8", "replace")
-    view = RequestView(
-        outline.model, session_id, -(-len(prompt) // BYTES_PER_TOKEN), bytes(outline.stream) == b"true"
-    )
+    prompt_tokens = -(-len(prompt) // BYTES_PER_TOKEN)
+    view = _view(said, priority, outline.model, _asked(outline), prompt_tokens)
     no_keys = "route" if not is_prompt_route else None if prompt else "empty"
     root = Namespace(model=outline.model, cache_salt=salt).root("json")
     return ParsedRequest(view, no_keys, "too_long", _prompt=prompt, _root=root)
 
 
-def _parse_other(session_id: str | None, body: bytes) -> ParsedRequest:
+def _asked(outline: _Outline) -> dict[str, Any]:
+    """The small fields of a large body; one whose value is long or cannot be read is left out."""
+    asked: dict[str, Any] = {}
+    for name in _SMALL_FIELDS:
+        raw = bytes(getattr(outline, name))
+        if 0 < len(raw) <= MAX_SMALL_FIELD_BYTES:
+            with suppress(orjson.JSONDecodeError):
+                asked[name] = orjson.loads(raw)
+    return asked
+
+
+def _parse_other(said: RequestView, body: bytes) -> ParsedRequest:
     """A JSON route the table does not know: its model and stream flag if they are there, never a refusal."""
     try:
         fields = _load(body)
-    except MalformedBody:
-        return ParsedRequest(RequestView(session_id=session_id), no_keys="route")
+    except MalformedRequest:
+        return ParsedRequest(said, no_keys="route")
     model = fields.get("model")
-    view = RequestView(
-        model if isinstance(model, str) else None,
-        session_id or _session_id(fields),
+    view = replace(
+        said,
+        model=model if isinstance(model, str) else None,
+        session_id=said.session_id or _session_id(fields),
         stream=_is_true(fields.get("stream")),
     )
     return ParsedRequest(view, no_keys="route")
@@ -174,20 +228,13 @@ def _is_json(content_type: bytes | None) -> bool | None:
     return media_type == b"application/json" or media_type.endswith(b"+json")
 
 
-def _session_header(headers: Mapping[bytes, bytes]) -> str | None:
-    for name in (b"x-session-id", b"x-kvroute-session"):
-        if value := headers.get(name):
-            return value.decode("latin-1")
-    return None
-
-
 def _load(body: bytes) -> dict[str, Any]:
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         fields = _load_leniently(body, error)
     if not isinstance(fields, dict):
-        raise MalformedBody(f"the body is {_kind(fields)}; a JSON object is expected")
+        raise MalformedRequest(f"the body is {_kind(fields)}; a JSON object is expected")
     return fields
 
 
@@ -196,16 +243,16 @@ def _load_leniently(body: bytes, error: orjson.JSONDecodeError) -> Any:
     try:
         return json.loads(body)
     except RecursionError:
-        raise MalformedBody("the body is nested too deeply; a JSON object is expected") from None
+        raise MalformedRequest("the body is nested too deeply; a JSON object is expected") from None
     except ValueError:  # also UnicodeDecodeError, and integers of thousands of digits
-        raise MalformedBody(f"the body is not valid JSON: {error}; a JSON object is expected") from None
+        raise MalformedRequest(f"the body is not valid JSON: {error}; a JSON object is expected") from None
 
 
 def _model(fields: Mapping[str, Any]) -> str | None:
     model = fields.get("model")
     if model is None or isinstance(model, str):
         return model
-    raise MalformedBody(f"model is {_kind(model)}; a string is expected", "model")
+    raise MalformedRequest(f"model is {_kind(model)}; a string is expected", "model")
 
 
 def _kind(value: Any) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvroute.router.parsed_request import NO_KEYS, ParsedRequest
-from kvroute.router.request_view import MalformedBody, parse_request
+from kvroute.router.request_headers import MalformedRequest
+from kvroute.router.request_view import OUTLINE_ABOVE_BYTES, parse_request
 from kvroute.types import KeyMode
 
 JSON = {b"host": b"gateway", b"content-type": b"application/json; charset=utf-8"}
@@ -19,6 +20,7 @@ CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
     "/v1/responses",
     "/v1/messages",
 )
+ODD: tuple[Any, ...] = (0, -1, True, "128", 12.0, 2**31, 10**30, None, [], {})
 LONG = "All happy families are alike; each unhappy family is unhappy in its own way. " * 20
 
 
@@ -90,6 +92,64 @@ def test_the_session_id(headers: dict[bytes, bytes], fields: dict[str, Any], ses
     assert parse(CHAT, {**JSON, **headers}, messages=[], **fields).view.session_id == session
 
 
+# --- the limit on the output, and the priority
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [
+        ({"max_tokens": 128}, 128),
+        ({"max_completion_tokens": 64, "max_tokens": 128}, 64),
+        ({"max_completion_tokens": None, "max_tokens": 128}, 128),
+        ({"max_output_tokens": 32}, 32),
+        ({"sampling_params": {"max_new_tokens": 16}}, 16),
+        ({"sampling_params": [{"max_new_tokens": 16}]}, None),
+        *(({"max_tokens": odd}, None) for odd in ODD),
+        ({"sampling_params": {"max_new_tokens": 0}}, None),
+        ({}, None),
+    ],
+)
+@pytest.mark.parametrize("pad", [0, OUTLINE_ABOVE_BYTES])
+def test_the_limit_on_the_output(fields: dict[str, Any], limit: int | None, pad: int) -> None:
+    assert parse("/generate", text="x" * pad, **fields).view.max_output_tokens == limit
+
+
+@pytest.mark.parametrize(
+    ("header", "field", "priority"),
+    [
+        (None, 5, 5),
+        (b"-2", 5, -2),
+        (b"0", 5, 0),
+        (None, -(2**31) + 1, -(2**31) + 1),
+        *((None, odd, 0) for odd in (2**31, True, "1", 1.0, None, [1])),
+    ],
+)
+@pytest.mark.parametrize("pad", [0, OUTLINE_ABOVE_BYTES])
+def test_the_priority_of_a_header_counts_before_the_body_s(
+    header: bytes | None, field: Any, priority: int, pad: int
+) -> None:
+    headers = JSON if header is None else {**JSON, b"x-kvroute-priority": header}
+    assert parse(COMPLETIONS, headers, prompt="x" * pad, priority=field).view.priority == priority
+
+
+@pytest.mark.parametrize("size", [0, 100, OUTLINE_ABOVE_BYTES])
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/rerank"])
+def test_limits_of_headers_hold_for_every_body(path: str, size: int) -> None:
+    headers = {**JSON, b"x-slo-ttft-ms": b"250", b"x-slo-itl-ms": b"20", b"x-slo-e2e-ms": b"9000"}
+    headers |= {b"x-kvroute-tenant": b"t", b"x-kvroute-session-continues": b"false"}
+    body = json.dumps({"prompt": "x" * size}).encode() if size else b""
+    view = parse_request(path.encode(), headers, body).view
+    limits = (view.ttft_limit_s, view.itl_limit_s, view.e2e_limit_s)
+    assert (limits, view.tenant, view.continues) == ((0.25, 0.02, 9.0), "t", False)
+
+
+def test_small_fields_of_a_large_body_are_small() -> None:
+    sampling = {"max_new_tokens": 7, "stop": "x" * 2**15}
+    text = "x" * OUTLINE_ABOVE_BYTES
+    assert parse("/generate", text=text, sampling_params=sampling).view.max_output_tokens is None
+    assert parse("/generate", text=text, stream=1, max_tokens=7).view.stream
+
+
 # --- what is refused and what is not
 
 
@@ -109,7 +169,7 @@ def test_the_session_id(headers: dict[bytes, bytes], fields: dict[str, Any], ses
 def test_a_body_that_cannot_be_routed_on_is_refused_by_field_fault_and_remedy(
     body: bytes, message: str
 ) -> None:
-    with pytest.raises(MalformedBody, match=message) as refused:
+    with pytest.raises(MalformedRequest, match=message) as refused:
         parse_request(CHAT.encode(), JSON, body)
     assert refused.value.field == ("model" if b"model is" in message.encode() else None)
 
@@ -120,7 +180,7 @@ def test_a_nesting_bomb_is_refused_at_once(opening: bytes, path: str) -> None:
     start = time.perf_counter()
     try:
         assert parse_request(path.encode(), JSON, opening * 100_000).no_keys == "route"
-    except MalformedBody:
+    except MalformedRequest:
         assert path == CHAT
     assert time.perf_counter() - start < 0.1
 
@@ -447,7 +507,7 @@ def test_large_prompts_are_kept_apart_as_small_ones_are(field: str) -> None:
     ],
 )
 def test_a_large_body_that_cannot_be_routed_on(body: bytes, message: str) -> None:
-    with pytest.raises(MalformedBody, match=re.escape(message)):
+    with pytest.raises(MalformedRequest, match=re.escape(message)):
         parse_request(CHAT.encode(), JSON, body.replace(b"%b", b"x" * 2**20))
 
 
