@@ -1,8 +1,11 @@
-"""Links that KV travels on, and what a transfer takes."""
+"""Links that KV travels on: a transfer alone, behind others, through several stages, to a decode worker."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from kvroute.types import Tier
 
@@ -24,3 +27,108 @@ class Link:
 
 TIER_LINKS: dict[Tier, Link] = {Tier.CPU: Link(20e9, 1e-6), Tier.DISK: Link(7e9, 80e-6)}
 """From each tier up to the GPU: pinned memory over PCIe, an NVMe drive read in large blocks."""
+
+LINKS: dict[str, Link] = {
+    "dram": TIER_LINKS[Tier.CPU],
+    "nvme": TIER_LINKS[Tier.DISK],
+    "nvme-write": Link(5e9, 80e-6),
+    "object-store": Link(1e9, 30e-3),
+    "tcp": Link(4.2e9, 5e-3),
+    "roce-100g": Link(12.1e9, 1e-3),
+    "ib-400g": Link(43e9, 1e-3),
+    "ib-8x400g": Link(190e9, 1e-3),
+}
+"""By name, for plans. The middle of what is measured of payload: TCP 3.5-4.9 GB/s and 2-10 ms of set-up, RDMA
+0.5-2 ms of set-up, one 400 Gb/s port 38-49 GB/s, eight of them 190 GB/s."""
+
+
+class Overlap(StrEnum):
+    """Whether a chunk's next stage runs beside the stages of the chunks after it."""
+
+    SERIAL = "serial"
+    PIPELINED = "pipelined"
+
+
+Stage = Link | float
+"""A link, or seconds for the whole payload whatever its size (layout, synchronisation)."""
+
+
+def path_s(stages: Sequence[Stage], payload_bytes: float, *, overlap: Overlap, chunks: int = 1) -> float:
+    """Seconds from the first byte's request until the payload, in equal chunks, is through every stage.
+
+    Serial: the sum of all stages of all chunks. Pipelined: all stages of one chunk (start and tail), and the
+    slowest stage once for every further chunk. Each chunk pays the latency of each link. ValueError if there
+    is no chunk.
+    """
+    if chunks < 1:
+        raise ValueError(f"chunks: {chunks} is not above 0; 1 or more is expected")
+    if payload_bytes <= 0:
+        return 0.0
+    chunk_s = [_chunk_s(stage, payload_bytes / chunks, chunks) for stage in stages]
+    if overlap is Overlap.SERIAL:
+        return chunks * sum(chunk_s)
+    return sum(chunk_s) + (chunks - 1) * max(chunk_s, default=0.0)
+
+
+def _chunk_s(stage: Stage, chunk_bytes: float, chunks: int) -> float:
+    return stage.transfer_s(chunk_bytes) if isinstance(stage, Link) else stage / chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """From a prompt's prefill worker to its decode worker. The link's latency is the set-up."""
+
+    link: Link
+    bytes_per_token: int
+    block_tokens: int = 16
+    share: float = 1.0
+    """Of the link's bandwidth that this transfer gets, above 0 and up to 1."""
+
+    def payload_bytes(self, tokens: int) -> int:
+        """Whole blocks travel: the last one too."""
+        return math.ceil(tokens / self.block_tokens) * self.block_tokens * self.bytes_per_token
+
+    def transfer_s(self, tokens: int) -> float:
+        """Seconds on the wire, without the set-up."""
+        return self.payload_bytes(tokens) / (self.link.bytes_per_s * self.share)
+
+    def seconds(self, tokens: int, *, hidden_s: float = 0.0) -> float:
+        """Set-up and what of the transfer is not hidden; 0 for no tokens.
+
+        T = setup + ceil(n / bs) bs bytes_per_token / (bandwidth x share) - hidden
+        """
+        if tokens <= 0:
+            return 0.0
+        return self.link.latency_s + max(0.0, self.transfer_s(tokens) - hidden_s)
+
+    def hidden_s(self, tokens: int, prefill_s: float, pieces: int) -> float:
+        """Seconds of the transfer that pass beside a prefill which sends each of `pieces` (layers) at once.
+
+        Two pipelined stages, prefill and wire: what is left after the prefill is the last piece's transfer,
+        and the backlog if the wire is the slower one.
+        """
+        wire_s = self.transfer_s(tokens)
+        left_s = wire_s / pieces + (pieces - 1) / pieces * max(0.0, wire_s - prefill_s)
+        return wire_s - left_s
+
+
+@dataclass(slots=True, eq=False)
+class LinkQueue:
+    """A link's book of transfers, first come first served, in the caller's (virtual) time. Mutable.
+
+    Bytes hold the link, its latency does not: `send` agrees with `Link.transfer_s` behind queued bytes.
+    """
+
+    link: Link
+    free_at_s: float = 0.0
+
+    def wait_s(self, now_s: float) -> float:
+        """Until a transfer asked for now would begin."""
+        return max(0.0, self.free_at_s - now_s)
+
+    def send(self, payload_bytes: float, now_s: float) -> float:
+        """Book a transfer asked for at `now_s`; returns when its last byte is there."""
+        if payload_bytes <= 0:
+            return now_s
+        self.free_at_s = max(now_s, self.free_at_s) + payload_bytes / self.link.bytes_per_s
+        return self.free_at_s + self.link.latency_s
