@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from kvroute.types import Decision, Hold, Rejection, RequestView
+from kvroute.types import Hold, RequestView
 
 T = TypeVar("T")
+A = TypeVar("A")
 QUANTUM_S = 1.0
 """Prefill seconds that each waiting tenant is granted, when all of them have used up what they had."""
-Decide = Callable[[T, "dict[str, float]"], Decision | Hold | Rejection]
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +40,8 @@ class HoldQueue(Generic[T]):
     limit: int
     look: int = 24
     """Tickets looked at per `pump`: the price of one is a decision."""
+    promised_s: dict[str, float] = field(default_factory=dict)
+    """By worker id: prefill seconds that the requests looked at last would bring it."""
     _tickets: list[Ticket[T]] = field(default_factory=list)
     _credits_s: dict[str, float] = field(default_factory=dict)
     _count: int = 0
@@ -68,15 +70,17 @@ class HoldQueue(Generic[T]):
         if ticket in self._tickets:
             self._tickets.remove(ticket)
             self._forget_idle_tenants()
+            if not self._tickets:
+                self.promised_s = {}
 
-    def pump(self, decide: Decide[T]) -> list[tuple[Ticket[T], Decision | Rejection]]:
+    def pump(self, decide: Callable[[T, Mapping[str, float]], A | Hold]) -> list[tuple[T, A]]:
         """Ask again about the first tickets, in order; who waits no more, and with what answer.
 
-        `decide` is told the prefill seconds promised so far, by worker id; it must charge a decision at once.
-        A ticket that must still wait adds to what is promised.
+        `decide` is told what is promised to those that go before; it must charge a decision at once. A ticket
+        that must still wait adds to what is promised. An exception as the answer is not charged to a tenant.
         """
-        promised_s: dict[str, float] = {}
-        released: list[tuple[Ticket[T], Decision | Rejection]] = []
+        self.promised_s = promised_s = {}
+        released: list[tuple[T, A]] = []
         for ticket in self._in_turn():
             answer = decide(ticket.item, promised_s)
             if isinstance(answer, Hold):
@@ -84,16 +88,15 @@ class HoldQueue(Generic[T]):
                 worker = answer.worker.id
                 promised_s[worker] = promised_s.get(worker, 0.0) + answer.prefill_s
                 continue
-            released.append((ticket, answer))
-            if isinstance(answer, Decision):
-                self._credits_s[ticket.tenant] -= ticket.prefill_s
-        for ticket, _ in released:
+            released.append((ticket.item, answer))
             self._tickets.remove(ticket)
+            if not isinstance(answer, Exception):
+                self._credits_s[ticket.tenant] -= ticket.prefill_s
         if released:
             self._forget_idle_tenants()
         return released
 
-    def _in_turn(self) -> Iterable[Ticket[T]]:
+    def _in_turn(self) -> list[Ticket[T]]:
         if len(self._credits_s) < 2:
             return self._tickets[: self.look]
         if all(credit <= 0 for credit in self._credits_s.values()):

@@ -39,6 +39,10 @@ class Weights(Struct, frozen=True, gc=False):
     decode: float
 
 
+FREE = Weights(0.0, 0.0, 0.0)
+"""Nothing that others lose counts: what is left is this request's own time."""
+
+
 class Side(Struct, frozen=True, gc=False):
     """One worker's terms, in seconds, for doing all of the request or either half of it."""
 
@@ -125,7 +129,7 @@ def price_sides(request: RequestView, fleet: Fleet, weights: Weights, paces: Seq
             if share > MAX_PREFILL_SHARE:  # noqa: PLR1730
                 share = MAX_PREFILL_SHARE
         itl_s = step_s / (1 - share)
-        over = kv_tokens + prompt + output - speed.kv_tokens
+        over = kv_tokens + prompt + output - pace.kv_tokens
         room_s = over / kv_tokens * output * itl_s if over > 0 and kv_tokens > 0 else 0.0
         if load_s:
             load_s = load_s - queue_s if load_s > queue_s else 0.0
@@ -205,4 +209,4 @@ def cost_of(side: Side, weights: Weights, decode: Side | None = None, handoff_s:
 
 def has_room(load: WorkerLoad, pace: Pace, prompt_tokens: int, output_tokens: float) -> bool:
     """Whether the KV of everything promised there, and of this request, fits beside each other."""
-    return load.kv_tokens + prompt_tokens + output_tokens <= pace.speed.kv_tokens or not load.requests
+    return load.kv_tokens + prompt_tokens + output_tokens <= pace.kv_tokens or not load.requests

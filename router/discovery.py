@@ -34,6 +34,8 @@ class EngineMetrics:
     kv_usage_ratio: float | None = None
     """Mean over data-parallel ranks, 0..1."""
     block_size_tokens: int | None = None
+    kv_tokens: int | None = None
+    """KV room of one rank."""
     data_parallel_size: int = 1
     started_at: float | None = None
 
@@ -54,7 +56,8 @@ def read_metrics(text: str) -> EngineMetrics:
         found.setdefault(sample["name"], []).append((dict(_LABEL.findall(sample["labels"] or "")), value))
     usage = _first(found, _USAGE)
     config = found.get("cache_config_info", [({}, 0.0)])[0][0]
-    size = config.get("block_size") or config.get("page_size") or ""
+    block_tokens = _count(config.get("block_size") or config.get("page_size"))
+    blocks = _count(config.get("num_gpu_blocks") or config.get("num_pages"))
     started = found.get("process_start_time_seconds")
     ranks = _first(found, _RUNNING) or []
     return EngineMetrics(
@@ -62,12 +65,17 @@ def read_metrics(text: str) -> EngineMetrics:
         running=_sum(_first(found, _RUNNING)),
         waiting=_sum(_first(found, _WAITING)),
         kv_usage_ratio=sum(v for _, v in usage) / len(usage) if usage else None,
-        block_size_tokens=int(size) if size.isdecimal() and int(size) > 0 else None,
+        block_size_tokens=block_tokens,
+        kv_tokens=blocks * block_tokens if blocks and block_tokens else None,
         data_parallel_size=max(
             1, len({labels.get("engine", labels.get("dp_rank", "0")) for labels, _ in ranks})
         ),
         started_at=started[0][1] if started else None,
     )
+
+
+def _count(label: str | None) -> int | None:
+    return int(label) if label and label.isdecimal() and 0 < int(label) < MAX_VALUE else None
 
 
 def _first(

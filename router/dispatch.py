@@ -4,22 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeGuard, overload
 
 import structlog
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvroute.clock import Clock
 from kvroute.conductor.index import PrefixIndex
 from kvroute.policies.base import Policy
+from kvroute.policies.costs.arrivals import Arrivals
+from kvroute.policies.costs.lengths import OutputLengths
+from kvroute.policies.pricing import FREE, price_sides
 from kvroute.policies.ties import least_loaded_index
 from kvroute.router.errors import Failure, GatewayError, shorten
 from kvroute.router.knowledge import NO_PROMPT, Knowledge, Prompt
 from kvroute.router.metrics import Metrics
 from kvroute.router.parsed_request import ParsedRequest
 from kvroute.router.workers import Eligible, Lease, Member, Registry
-from kvroute.types import NO_MATCH, Candidate, Decision, Fleet, Hold, PrefixMatch, Rejection, Worker
+from kvroute.types import (
+    NO_MATCH,
+    Candidate,
+    Decision,
+    Fleet,
+    Hold,
+    Prediction,
+    PrefixMatch,
+    PromptKeys,
+    Pull,
+    Rejection,
+    Worker,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -29,6 +45,7 @@ FALLBACK = "fallback"
 MAX_REASONS = 32
 MAX_TOKENS = 2**40
 MAX_RETRY_AFTER_S = 3600.0
+MAX_HOLD_S = 1e6
 OTHER_REASON = "other"
 
 
@@ -45,8 +62,10 @@ class Choice(Struct, frozen=True):
     member: Member
     decision: Decision
     lease: Lease
-    match: PrefixMatch = NO_MATCH
+    match: PrefixMatch
     """What the chosen worker is thought to hold of the prompt, whatever the policy made of it."""
+    prediction: Prediction
+    chosen_s: float
 
 
 class Dispatcher:
@@ -75,12 +94,21 @@ class Dispatcher:
         self._timer = timer
         self._decision_time = metrics.decision_time.of()
         self._turn = 0
+        self._needs_active_keys = any(
+            getattr(each.policy, "needs_active_keys", False) for each in (policy, shadow) if each is not None
+        )
+        self._arrivals = Arrivals()
+        self.lengths = OutputLengths()
         self._reasons: set[str] = set()
         self.needs_prefix = policy.policy.needs_prefix or (shadow is not None and shadow.policy.needs_prefix)
 
     @property
     def policy_name(self) -> str:
         return self._policy.name
+
+    @property
+    def policy(self) -> Policy:
+        return self._policy.policy
 
     async def prepare(self, request: ParsedRequest) -> Prompt:
         """The prompt to choose for: its keys, and what a remote conductor knows of them."""
@@ -92,41 +120,122 @@ class Dispatcher:
         eligible = self._registry.eligible(request.view.model, self._clock())
         return await self._knowledge.ask(prompt, eligible)
 
+    def arrived(self) -> None:
+        """A new request is to be decided on, now or later; retries are none."""
+        self._arrivals.count(self._clock())
+
+    def snapshot(self, request: ParsedRequest, prompt: Prompt) -> Fleet:
+        """What a policy would be shown of one request now; raises GatewayError when nobody may take it."""
+        now_s = self._clock()
+        return self._fleet(request, prompt, self._registry.eligible(request.view.model, now_s), now_s)
+
     def choose(self, request: ParsedRequest, prompt: Prompt, tried: Collection[Member] = ()) -> Choice:
         """Pick a worker outside `tried` and charge it; raises GatewayError when there is none."""
+        choice = self.consider(request, prompt, tried)
+        assert isinstance(choice, Choice)
+        return choice
+
+    def consider(
+        self,
+        request: ParsedRequest,
+        prompt: Prompt,
+        tried: Collection[Member] = (),
+        promised_s: Mapping[str, float] | None = None,
+    ) -> Choice | Hold:
+        """The same, or `Hold`, which is accepted where `promised_s` is given: see `Fleet.promised_s`."""
         started = self._timer()
         now_s = self._clock()
         eligible = self._registry.eligible(request.view.model, now_s, tried)
-        fleet = self._fleet(eligible, prompt, now_s)
+        fleet = self._fleet(request, prompt, eligible, now_s, promised_s)
         decision = self._decide(request, fleet)
         if self._shadow is not None and self._shadow_patience is not None:
             self._ask_shadow(self._shadow, self._shadow_patience, request, fleet, decision)
+        if isinstance(decision, Hold):
+            self._decision_time.observe(self._timer() - started)
+            return decision
         if isinstance(decision, Rejection):
             self._metrics.decisions.add(self._policy.name, "rejected")
             message = f"rejected by policy {self._policy.name}: {shorten(str(decision.reason))}"
             raise GatewayError(Failure.REJECTED, message, retry_after_s=_retry_after_s(decision))
-        member = self._registry.members[decision.candidate.decode.id]
-        match = NO_MATCH
-        if prompt.sets:
-            match = fleet.matches[eligible.ids.index(member.worker.id)]
-            self._knowledge.routed(member, prompt)
+        choice = self._charge(request, prompt, eligible, fleet, decision)
         self._metrics.decisions.add(self._policy.name, decision.reason)
-        uncached_tokens = max(0, request.view.prompt_tokens - decision.matched_tokens)
         self._decision_time.observe(self._timer() - started)
-        return Choice(
-            member, decision, self._registry.charge(member, now_s, uncached_tokens=uncached_tokens), match
-        )
+        return choice
 
-    def _fleet(self, eligible: Eligible, prompt: Prompt, now_s: float) -> Fleet:
-        if not prompt.sets:
-            return Fleet(now_s, eligible.workers, eligible.loads)
-        knowledge, ids = self._knowledge, eligible.ids
-        matches = knowledge.match(prompt, eligible)
-        return Fleet(now_s, eligible.workers, eligible.loads, matches, _HeldBlocks(knowledge.index, ids))
+    def _charge(
+        self, request: ParsedRequest, prompt: Prompt, eligible: Eligible, fleet: Fleet, decision: Decision
+    ) -> Choice:
+        """Add what the request will cost its worker, by the same time model whatever the policy."""
+        # The worker may be known to the policy by an older description than the registry's.
+        at = _index_of(decision.candidate.decode, fleet)
+        member, pace, now_s = eligible.members[at], eligible.paces[at], fleet.now_s
+        match = fleet.matches[at] if fleet.matches else NO_MATCH
+        one = Fleet(
+            now_s,
+            (fleet.workers[at],),
+            (fleet.loads[at],),
+            (match,),
+            paces=(pace,),
+            output_tokens=fleet.output_tokens,
+        )
+        side = price_sides(request.view, one, FREE, one.paces)[0]
+        prompt_tokens, cached = request.view.prompt_tokens, side.cached_tokens
+        raw_s = side.raw_prefill_s
+        if decision.pull is not None:
+            cached = min(cached + decision.pull.tokens, prompt_tokens)
+            raw_s = pace.speed.marginal_prefill_s(prompt_tokens - cached, cached)
+        ttft_s = side.queue_s + side.load_s + side.room_s + raw_s * pace.prefill_scale
+        prediction = Prediction(
+            ttft_s + pace.overhead_s, side.itl_s, ttft_s / pace.prefill_scale, side.itl_s / pace.decode_scale
+        )
+        lease = self._registry.charge(
+            member,
+            now_s,
+            prefill_s=raw_s,
+            prompt_tokens=prompt_tokens,
+            uncached_tokens=prompt_tokens - cached,
+            output_tokens=fleet.output_tokens,
+            keys=fleet.keys,
+        )
+        if prompt.sets:
+            self._knowledge.routed(member, prompt)
+        return Choice(member, decision, lease, match, prediction, now_s)
+
+    def _fleet(
+        self,
+        request: ParsedRequest,
+        prompt: Prompt,
+        eligible: Eligible,
+        now_s: float,
+        promised_s: Mapping[str, float] | None = None,
+    ) -> Fleet:
+        view, workers = request.view, eligible.workers
+        matches: Sequence[PrefixMatch] = ()
+        held_blocks: Sequence[int] = ()
+        keys: PromptKeys | None = None
+        if prompt.sets:
+            matches = self._knowledge.match(prompt, eligible)
+            held_blocks = _HeldBlocks(self._knowledge.index, eligible.ids)
+            if self._needs_active_keys:
+                keys = next(iter(prompt.sets[0].values()))
+        return Fleet(
+            now_s,
+            workers,
+            eligible.loads,
+            matches,
+            held_blocks,
+            () if keys is None else keys.keys,
+            0 if keys is None else keys.block_tokens,
+            eligible.paces,
+            self.lengths.expect(view.model, view.tenant, view.max_output_tokens),
+            self._arrivals.per_s(now_s) / len(workers),
+            [promised_s.get(id_, 0.0) for id_ in eligible.ids] if promised_s else (),
+            promised_s is not None,
+        )
 
     # --- the policy, and what stands in for it -------------------------------------------------
 
-    def _decide(self, request: ParsedRequest, fleet: Fleet) -> Decision | Rejection:
+    def _decide(self, request: ParsedRequest, fleet: Fleet) -> Decision | Hold | Rejection:
         name = self._policy.name
         patience = self._patience
         if patience.paused_for:
@@ -139,21 +248,19 @@ class Dispatcher:
             log.exception("policy failed", policy=name)
             return self._fall_back(fleet, "error")
         patience.took(self._timer() - started)
-        if isinstance(decision, Rejection):
+        if isinstance(decision, Rejection) or _is_sound_hold(decision, fleet):
             return decision
         if not _is_sound(decision, fleet):
             log.error("policy chose no eligible worker", policy=name, decision=type(decision).__name__)
             return self._fall_back(fleet, "bad_choice")
-        if decision.reason not in self._reasons:
-            return self._with_known_reason(decision)
-        return decision
+        return decision if decision.reason in self._reasons else self._with_known_reason(decision)
 
     def _with_known_reason(self, decision: Decision) -> Decision:
         """Reasons become labels and header text, and anybody may make them: few and plain, or `other`."""
         if len(self._reasons) < MAX_REASONS and decision.reason.isascii() and decision.reason.isidentifier():
             self._reasons.add(decision.reason)
             return decision
-        return Decision(decision.candidate, OTHER_REASON, decision.matched_tokens)
+        return replace(decision, reason=OTHER_REASON)
 
     def _fall_back(self, fleet: Fleet, reason: str) -> Decision:
         self._metrics.fallbacks.add(self._policy.name, reason)
@@ -166,7 +273,7 @@ class Dispatcher:
         patience: _Patience,
         request: ParsedRequest,
         fleet: Fleet,
-        decision: Decision | Rejection,
+        decision: Decision | Hold | Rejection,
     ) -> None:
         """Ask about the same snapshot, compare, count; the answer has no effect."""
         if patience.paused_for:
@@ -190,9 +297,10 @@ def _retry_after_s(rejection: Rejection) -> float:
     return wanted if isinstance(wanted, int | float) and 0 <= wanted <= MAX_RETRY_AFTER_S else 1.0
 
 
-def _agreement(decision: Decision | Rejection, other: Decision | Hold | Rejection) -> str:
-    if isinstance(other, Rejection):
-        return "same" if isinstance(decision, Rejection) else "rejected"
+def _agreement(decision: Decision | Hold | Rejection, other: Decision | Hold | Rejection) -> str:
+    if isinstance(other, Hold | Rejection):
+        answer = "held" if isinstance(other, Hold) else "rejected"
+        return "same" if type(other) is type(decision) else answer
     if not isinstance(decision, Decision) or not isinstance(other, Decision):
         return "other"
     return "same" if other.candidate == decision.candidate else "other"
@@ -232,15 +340,30 @@ def _is_sound(decision: object, fleet: Fleet) -> TypeGuard[Decision]:
         and isinstance(decision.reason, str)
         and isinstance(decision.matched_tokens, int)
         and 0 <= decision.matched_tokens < MAX_TOKENS
-        and _offered(decision.candidate.decode, fleet)
+        and _index_of(decision.candidate.decode, fleet) >= 0
+        and (decision.pull is None or isinstance(decision.pull, Pull))
     )
 
 
-def _offered(worker: Worker, fleet: Fleet) -> bool:
-    for offered in fleet.workers:  # noqa: SIM110  # a generator costs more than the whole loop
+def _is_sound_hold(answer: object, fleet: Fleet) -> TypeGuard[Hold]:
+    """True for a hold that was asked for, on one of the workers offered."""
+    return (
+        isinstance(answer, Hold)
+        and fleet.may_hold
+        and _index_of(answer.worker, fleet) >= 0
+        and all(
+            isinstance(number, int | float) and 0 <= number < MAX_HOLD_S
+            for number in (answer.prefill_s, answer.rank_s)
+        )
+    )
+
+
+def _index_of(worker: Worker, fleet: Fleet) -> int:
+    """Its place among the workers offered, or -1."""
+    for at, offered in enumerate(fleet.workers):
         if offered is worker:
-            return True
-    return False
+            return at
+    return -1
 
 
 class _HeldBlocks(Sequence[int]):

@@ -14,11 +14,13 @@ from kvroute.router.heads import request_head, response_head
 from kvroute.router.knowledge import NO_PROMPT, Knowledge, Prompt
 from kvroute.router.meter import NO_USAGE, Meter, Usage
 from kvroute.router.metrics import Metrics
+from kvroute.router.pacing import Pacing
 from kvroute.router.parsed_request import ParsedRequest
 from kvroute.router.request_parser import Request
 from kvroute.router.retry import RetryBudget
 from kvroute.router.token_source import GatewayTokens
 from kvroute.router.upstream import Response, StaleConnection, UpstreamConnection
+from kvroute.router.waiting import Waiting
 from kvroute.router.workers import IN_BAND_ERROR, Member, Registry
 from kvroute.types import Outcome
 
@@ -36,6 +38,8 @@ class Services(Struct, frozen=True):
     metrics: Metrics
     retry_budget: RetryBudget
     knowledge: Knowledge
+    waiting: Waiting
+    pacing: Pacing
     tokens: GatewayTokens | None = None
 
 
@@ -78,9 +82,8 @@ class Exchange:
 
     async def run(self) -> None:
         """Relay one response; raises GatewayError when none came and nothing was written to the client."""
-        dispatcher = self._services.dispatcher
-        self._prompt = await dispatcher.prepare(self._parsed)
-        choice: Choice | None = dispatcher.choose(self._parsed, self._prompt)
+        self._prompt = await self._services.dispatcher.prepare(self._parsed)
+        choice: Choice | None = await self._services.waiting.choose(self._parsed, self._prompt)
         while choice is not None:
             choice = await self._attempt(choice)
 
@@ -250,9 +253,8 @@ class Exchange:
 
     def _record(self, choice: Choice, status: int | None, failure: str | None, usage: Usage) -> None:
         """Count one attempt, and tell the registry how its worker did."""
-        metrics, member = self._services.metrics, choice.member
-        received_s = self._request.received_s
-        first_s = None if self._meter is None else self._meter.first_s
+        metrics, member, meter = self._services.metrics, choice.member, self._meter
+        first_s = None if meter is None else meter.first_s
         matched_tokens = choice.match.tokens
         metrics.worker_requests.add(member.endpoint.url)
         if failure is not None:
@@ -272,12 +274,15 @@ class Exchange:
             member.worker,
             status,
             failure,
-            None if first_s is None else first_s - received_s,
-            monotonic() - received_s,
+            None if first_s is None else first_s - choice.chosen_s,
+            monotonic() - self._request.received_s,
             usage.prompt_tokens,
             usage.cached_tokens,
             usage.completion_tokens,
             matched_tokens,
+            None if meter is None else meter.itl_s(usage.completion_tokens),
+            choice.prediction,
         )
+        self._services.pacing.observe(member, self._parsed.view, choice.match, outcome)
         self._services.registry.observe(member, outcome, is_trial=choice.lease.is_trial)
         self._services.knowledge.observe(self.model_label, self._prompt, choice.match, outcome)

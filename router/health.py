@@ -227,6 +227,8 @@ class Prober:
         load = member.load
         load.reported_running, load.reported_waiting = sample.running, sample.waiting
         load.kv_usage_ratio = sample.kv_usage_ratio
+        if sample.kv_tokens is not None:
+            member.pace.kv_tokens = sample.kv_tokens * sample.data_parallel_size
         changes: dict[str, Any] = {}
         if (
             member.config.engine is None

@@ -38,7 +38,7 @@ class Meter:
     is relayed: no event is parsed on the way, and a body without any blank line costs nothing more.
     """
 
-    __slots__ = ("_itl", "_kept", "_kept_bytes", "body_bytes", "first_s", "last_s", "streams")
+    __slots__ = ("_itl", "_kept", "_kept_bytes", "body_bytes", "first_s", "last_s", "reads", "streams")
 
     def __init__(self, itl: Series | None) -> None:
         """`itl` takes the time between reads of a body that is a stream of server-sent events."""
@@ -47,6 +47,7 @@ class Meter:
         self._kept: list[bytes] = []
         self._kept_bytes = 0
         self.body_bytes = 0
+        self.reads = 0
         self.first_s: float | None = None
         self.last_s = 0.0
 
@@ -57,6 +58,7 @@ class Meter:
         elif self._itl is not None:
             self._itl.observe(now_s - self.last_s)
         self.last_s = now_s
+        self.reads += 1
         size = len(data)
         self.body_bytes += size
         self._kept.append(data)
@@ -65,6 +67,13 @@ class Meter:
             tail = self.tail()
             self._kept = [tail]
             self._kept_bytes = len(tail)
+
+    def itl_s(self, output_tokens: int | None) -> float | None:
+        """Mean time between tokens of a stream; where the engine did not count them, between reads."""
+        gaps = (self.reads if output_tokens is None else output_tokens) - 1
+        if self.first_s is None or not self.streams or gaps < 1:
+            return None
+        return (self.last_s - self.first_s) / gaps
 
     def tail(self) -> bytes:
         """The last bytes of the body, at most TAIL_BYTES."""

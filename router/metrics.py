@@ -42,6 +42,9 @@ DECISION_BOUNDS_S = (
 )
 
 
+RATIO_BOUNDS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.11, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+
+
 class Counter:
     """A counter with labels."""
 
@@ -203,6 +206,18 @@ class Metrics:
         )
         self.decision_time = Histogram(
             "kvroute_decision_seconds", "Time to decide: matches, policy, charge.", DECISION_BOUNDS_S
+        )
+        self.holds = Counter(
+            "kvroute_holds",
+            "Requests to be held, by how it ended: placed, expired, refused, left, or full (not held).",
+            ("ended",),
+        )
+        self.hold_time = Histogram("kvroute_hold_seconds", "Time waited for a worker.", LATENCY_BOUNDS_S)
+        self.ttft_error = Histogram(
+            "kvroute_ttft_prediction_ratio", "TTFT from the choice on, actual / predicted.", RATIO_BOUNDS
+        )
+        self.itl_error = Histogram(
+            "kvroute_itl_prediction_ratio", "Mean time between tokens, actual / predicted.", RATIO_BOUNDS
         )
         self._families = [item for item in vars(self).values() if isinstance(item, Counter | Histogram)]
         self._sources: list[GaugeSource] = []

@@ -32,12 +32,14 @@ from kvroute.router.gateway import Gateway
 from kvroute.router.health import Prober
 from kvroute.router.knowledge import Knowledge
 from kvroute.router.metrics import Metrics, gauge
+from kvroute.router.pacing import Pacing
 from kvroute.router.pool import UpstreamPool
 from kvroute.router.replicas import Replicas, shared_options
 from kvroute.router.retry import RetryBudget
 from kvroute.router.snapshots import IndexSnapshots
 from kvroute.router.sweeper import Sweeper
 from kvroute.router.token_source import GatewayTokens
+from kvroute.router.waiting import Waiting
 from kvroute.router.workers import Member, Registry, State
 
 log = structlog.get_logger(__name__)
@@ -98,6 +100,14 @@ class GatewayServer:
             budget_s=config.policy_budget_s,
             clock=monotonic,
         )
+        self.waiting = Waiting(
+            dispatcher,
+            self.registry,
+            self.metrics,
+            limit=config.limits.held_requests,
+            limit_s=config.limits.held_s,
+            clock=monotonic,
+        )
         self._tokens = None
         if config.models and dispatcher.needs_prefix:
             self._tokens = GatewayTokens(config.models, self.registry, self.metrics)
@@ -109,6 +119,8 @@ class GatewayServer:
             self.metrics,
             RetryBudget(config.retry),
             self.knowledge,
+            self.waiting,
+            Pacing(self.registry, dispatcher.lengths, self.metrics),
             self._tokens,
         )
         app = make_app(

@@ -158,6 +158,7 @@ class Lease:
     def first_byte(self) -> None:
         """Prefill is over; idempotent."""
         self._charge.first_byte(self._registry.clock())
+        self._registry.freed()
 
     def release(self) -> None:
         """Idempotent; the count belongs to the incarnation, so a late release touches no newcomer."""
@@ -178,9 +179,11 @@ class Registry:
         breaker: BreakerOptions,
         limits: Limits,
         clock: Clock,
+        make_pace: Callable[[WorkerConfig], Pace] = lambda _config: Pace(),
         seed: int = 0,
     ) -> None:
         self._make_pool = make_pool
+        self._make_pace = make_pace
         self._health = health
         self._breaker = breaker
         self._limits = limits
@@ -194,6 +197,7 @@ class Registry:
         self._ramping: set[Member] = set()
         self._stale_at_s = float("inf")
         self._listeners: list[Callable[[Member], None]] = []
+        self._freed: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
         return f"<Registry {list(self.members.values())!r}>"
@@ -201,6 +205,10 @@ class Registry:
     def on_change(self, listener: Callable[[Member], None]) -> None:
         """Call `listener` with a member that was added or changed state."""
         self._listeners.append(listener)
+
+    def on_freed(self, freed: Callable[[], None]) -> None:
+        """Call `freed` when a worker has less to do than before: a first byte, an end, a change of it."""
+        self._freed = freed
 
     # --- membership ----------------------------------------------------------------------------
 
@@ -215,7 +223,14 @@ class Registry:
             url=endpoint.url,
             engine=config.engine or EngineKind.OPENAI,
         )
-        member = Member(worker, config, endpoint, self._make_pool(endpoint), Breaker(self._breaker))
+        member = Member(
+            worker,
+            config,
+            endpoint,
+            self._make_pool(endpoint),
+            Breaker(self._breaker),
+            pace=self._make_pace(config),
+        )
         self.members[worker.id] = member
         self._notify(member)
         return member
@@ -272,8 +287,14 @@ class Registry:
         member.kv_event_sources = sources
         self._notify(member)
 
+    def freed(self) -> None:
+        """Somebody who waits may have a turn."""
+        if self._freed is not None:
+            self._freed()
+
     def _notify(self, member: Member) -> None:
         self.changed()
+        self.freed()
         for listener in self._listeners:
             listener(member)
 
@@ -385,6 +406,7 @@ class Registry:
 
     def released(self, member: Member) -> None:
         """A lease's own news, through `Lease.release`."""
+        self.freed()
         requests = member.requests
         if requests == self._limits.requests_per_worker - 1:
             self.changed()

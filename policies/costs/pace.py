@@ -10,6 +10,8 @@ from kvroute.types import Tier
 
 DEFAULT_PRESET = "llama-3.1-8b-h100-tp1"
 """Stands in for a worker of unknown speed until its answers have corrected it."""
+UNKNOWN_KV_TOKENS = 2**40
+"""Room enough for anything: what an engine that does not say is taken to have."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +28,8 @@ class Pace:
     """The same for decode steps."""
     overhead_s: float = 0.0
     """Part of every TTFT that is neither queue nor prefill: network, HTTP, tokenizing."""
+    kv_tokens: int = UNKNOWN_KV_TOKENS
+    """Tokens it has KV room for."""
     match_reliability: float = 1.0
     """Cached tokens reported per token predicted and not confirmed, 0..1."""
     links: dict[Tier, Link] = field(default_factory=lambda: dict(TIER_LINKS))

@@ -30,6 +30,7 @@ from kvroute.config_groups import (
     Admin,
     Breaker,
     ConductorConfig,
+    DecisionLog,
     Health,
     Limits,
     ModelConfig,
@@ -67,6 +68,12 @@ class Config(BaseSettings):
     policy: PolicyConfig = PolicyConfig()
     shadow_policy: PolicyConfig | None = None
     policy_budget_s: Seconds = Field(default=0.005, description="a slower decision counts as an overrun")
+    decision_log: DecisionLog = DecisionLog()
+    speed: str | None = Field(
+        default=None,
+        description="how fast the workers are: a preset by name, or a file of `kvroute calibrate`; what is "
+        "assumed at first, and corrected by their answers. Default: llama-3.1-8b-h100-tp1",
+    )
     api_key: SecretStr | None = Field(
         default=None, description="clients must send it as a Bearer token; it is not forwarded"
     )

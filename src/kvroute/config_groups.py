@@ -62,6 +62,7 @@ class WorkerConfig(Group):
     kv_events: KvEvents | None = Field(
         default=None, description="default: what the engine's /kv_event_sources says"
     )
+    speed: str | None = Field(default=None, description="as `speed` at the top, for this worker")
     silent_tier_blocks: Annotated[int, Field(ge=0)] = Field(
         default=0,
         description="size of a CPU or disk tier that sends no events: what leaves the GPU is thought there",
@@ -135,6 +136,12 @@ class Limits(Group):
     )
     requests: Count = Field(default=8_192, description="requests in flight; more are answered 429")
     requests_per_worker: Count = Field(default=1_024, description="upstream connections in use per worker")
+    held_requests: Annotated[int, Field(ge=0)] = Field(
+        default=1_024, description="requests that wait for a worker to free, where the policy holds; 0: none"
+    )
+    held_s: Seconds = Field(
+        default=30.0, description="longest such wait; then the best worker gets it as it is"
+    )
 
 
 class Retry(Group):
@@ -207,6 +214,13 @@ class PrefixIndex(Group):
         default=10.0, description="a prediction that events have not confirmed by then is forgotten"
     )
     kv_events: bool = Field(default=True, description="follow the workers that publish KV events")
+
+
+class DecisionLog(Group):
+    """Decisions with every candidate's terms, and what came of them: in the log and at /admin/decisions."""
+
+    ratio: Annotated[float, Field(ge=0, le=1)] = Field(default=0.0, description="share of requests logged")
+    kept: Count = Field(default=256, description="decisions kept for /admin/decisions")
 
 
 class PrefillConfig(Group):

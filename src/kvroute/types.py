@@ -292,6 +292,7 @@ class Outcome(Struct, frozen=True, gc=False):
     failure: str | None = None
     """None on success, else one of the gateway's failure classes."""
     ttft_s: float | None = None
+    """From the choice of the worker to the first body byte."""
     e2e_s: float = 0.0
     prompt_tokens: int | None = None
     cached_tokens: int | None = None

@@ -62,6 +62,7 @@ def test_vllm() -> None:
         waiting=2,
         kv_usage_ratio=0.25,
         block_size_tokens=32,
+        kv_tokens=4096,
         data_parallel_size=1,
         started_at=1795986713.99,
     )
@@ -69,7 +70,12 @@ def test_vllm() -> None:
 
 def test_sglang() -> None:
     assert read_metrics(SGLANG) == EngineMetrics(
-        engine=EngineKind.SGLANG, running=5, waiting=7, kv_usage_ratio=0.5, block_size_tokens=64
+        engine=EngineKind.SGLANG,
+        running=5,
+        waiting=7,
+        kv_usage_ratio=0.5,
+        block_size_tokens=64,
+        kv_tokens=262_144,
     )
 
 

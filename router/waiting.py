@@ -1,0 +1,121 @@
+"""Requests held in the gateway until a worker frees: late binding, bounded in number and in time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from kvroute.clock import Clock
+from kvroute.policies.holding import HoldQueue
+from kvroute.router.dispatch import Choice, Dispatcher
+from kvroute.router.errors import GatewayError
+from kvroute.router.knowledge import Prompt
+from kvroute.router.metrics import Metrics, gauge
+from kvroute.router.parsed_request import ParsedRequest
+from kvroute.router.workers import Registry
+from kvroute.types import Hold
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+SWEEP_S = 0.05
+"""Held requests are priced again this often although nothing was heard: time alone shortens a queue."""
+
+
+class _Held(Struct):
+    """A request that waits, and whom to tell."""
+
+    request: ParsedRequest
+    prompt: Prompt
+    answer: asyncio.Future[Choice]
+
+
+class Waiting:
+    """Stands before the dispatcher: an answer at once where there is one, else when its turn comes."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        registry: Registry,
+        metrics: Metrics,
+        *,
+        limit: int,
+        limit_s: float,
+        clock: Clock,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._limit_s = limit_s
+        self._clock = clock
+        self._queue: HoldQueue[_Held] = HoldQueue(limit)
+        self._next: asyncio.Handle | None = None
+        registry.on_freed(self._freed)
+        metrics.add_source(self)
+
+    async def choose(self, request: ParsedRequest, prompt: Prompt) -> Choice:
+        """As `Dispatcher.choose`, for a request that has just arrived; it waits for at most `limit_s`."""
+        dispatcher = self._dispatcher
+        dispatcher.arrived()
+        if self._queue.full:
+            self._metrics.holds.add("full")
+            return dispatcher.choose(request, prompt)
+        answer = dispatcher.consider(request, prompt, (), self._queue.promised_s)
+        return answer if isinstance(answer, Choice) else await self._wait(request, prompt, answer)
+
+    async def _wait(self, request: ParsedRequest, prompt: Prompt, hold: Hold) -> Choice:
+        started_s = self._clock()
+        held = _Held(request, prompt, asyncio.get_running_loop().create_future())
+        ticket = self._queue.add(held, request.view, hold, started_s)
+        ended = "left"
+        try:
+            self._pump()
+            await asyncio.wait([held.answer], timeout=self._limit_s)
+            self._queue.remove(ticket)
+            if held.answer.done():
+                ended = "placed" if held.answer.exception() is None else "refused"
+                return held.answer.result()
+            ended = "expired"
+            return self._dispatcher.choose(request, prompt)
+        except asyncio.CancelledError:
+            self._queue.remove(ticket)
+            if held.answer.done() and held.answer.exception() is None:
+                held.answer.result().lease.release()
+            raise
+        finally:
+            self._metrics.holds.add(ended)
+            self._metrics.hold_time.of().observe(self._clock() - started_s)
+
+    # --- when something frees ------------------------------------------------------------------
+
+    def _freed(self) -> None:
+        """A worker gave a first byte, ended a request or changed: once per turn of the loop is enough."""
+        if len(self._queue):
+            self._again(0.0)
+
+    def _again(self, after_s: float) -> None:
+        if self._next is not None:
+            self._next.cancel()
+        loop = asyncio.get_running_loop()
+        self._next = loop.call_later(after_s, self._pump) if after_s else loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        released: list[tuple[_Held, Choice | GatewayError]] = self._queue.pump(self._decide)
+        for held, answer in released:
+            if isinstance(answer, GatewayError):
+                held.answer.set_exception(answer)
+            else:
+                held.answer.set_result(answer)
+        if len(self._queue):
+            self._again(SWEEP_S)
+
+    def _decide(self, held: _Held, promised_s: Mapping[str, float]) -> Hold | Choice | GatewayError:
+        try:
+            return self._dispatcher.consider(held.request, held.prompt, (), promised_s)
+        except GatewayError as error:
+            return error
+
+    def gauges(self) -> Iterator[Metric]:
+        yield gauge("kvroute_held_requests", "Requests waiting for a worker.", (), [((), len(self._queue))])
