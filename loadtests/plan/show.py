@@ -50,7 +50,9 @@ class Plot:
 
 def print_report(report: Report, console: Console) -> None:
     """The table, the first column to the left and figures to the right; then the notes, a line each."""
-    table = Table(title=report.title, title_justify="left", box=SIMPLE_HEAD)
+    # Not the table's own title, which is folded to the width of the table.
+    console.print(report.title, style="bold", highlight=False, markup=False)
+    table = Table(box=SIMPLE_HEAD)
     for index, column in enumerate(report.columns):
         table.add_column(column, justify="right" if index else "left")
     for row in report.rows:

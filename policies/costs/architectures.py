@@ -51,7 +51,7 @@ FAMILIES: dict[str, Family] = {
     "falcon": Family(att.falcon, {"multi_query": True}),
     "chatglm": Family(att.chatglm),
     "dbrx": Family(att.dbrx),
-    "mimo_v2_flash": Family(att.mimo_v2),
+    **dict.fromkeys(("mimo_v2", "mimo_v2_flash"), Family(att.mimo_v2)),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"), Family(att.mla)),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), Family(att.sparse_mla)),
     "jamba": Family(rec.jamba),

@@ -29,9 +29,9 @@ def query_heads(fields: Fields) -> int:
 
 def head_dim(fields: Fields) -> int:
     """Explicit, or hidden size / attention heads."""
-    given = fields.get("head_dim", "kv_channels")
-    if given is not None:
-        return fields.size("head_dim", "kv_channels")
+    names = ("head_dim", "attention_head_dim", "kv_channels")
+    if fields.get(*names) is not None:
+        return fields.size(*names)
     hidden, heads = fields.size("hidden_size", "n_embd", "d_model"), query_heads(fields)
     if hidden % heads:
         raise fields.wrong(

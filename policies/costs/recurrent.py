@@ -14,7 +14,6 @@ from kvroute.policies.costs.config_fields import Fields
 from kvroute.policies.costs.geometry import Layer, State
 
 _STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_MAMBA, _ATTENTION = "M", "*"
 
 
 def mamba1(channels: int, state_size: int, conv_kernel: int, cache: Cache) -> tuple[State, ...]:
@@ -110,28 +109,23 @@ def falcon_h1(fields: Fields, cache: Cache) -> list[Layer]:
 
 
 def nemotron_h(fields: Fields, cache: Cache) -> list[Layer]:
-    """A letter for each layer: M is Mamba 2, * attention, - and E an MLP that keeps nothing."""
-    heads, dim, groups = (
-        fields.size("mamba_num_heads"),
-        fields.size("mamba_head_dim"),
-        fields.size("n_groups"),
-    )
-    states = mamba2(
-        fields, cache, heads, dim, groups, fields.size("ssm_state_size"), fields.size("conv_kernel")
-    )
-    of = {
-        _MAMBA: Layer(states=states),
-        _ATTENTION: Layer(plain_attention(fields, cache)),
-        "-": Layer(),
-        "E": Layer(),
-    }
-    pattern = fields.get("hybrid_override_pattern")
+    """A letter or a word for each layer: Mamba 2, attention, or an MLP that keeps nothing."""
+    heads, dim = fields.size("mamba_num_heads"), fields.size("mamba_head_dim")
+    groups, size, kernel = fields.size("n_groups"), fields.size("ssm_state_size"), fields.size("conv_kernel")
+    recurrent = Layer(states=mamba2(fields, cache, heads, dim, groups, size, kernel))
+    attention = Layer(plain_attention(fields, cache))
+    letters = {"M": recurrent, "*": attention, "-": Layer(), "E": Layer()}
+    words = {"mamba": recurrent, "attention": attention, "mlp": Layer(), "moe": Layer()}
     layers = fields.layers()
+    kinds = fields.per_layer("layers_block_type", layers)
+    if kinds is not None:
+        return _pick(fields, "layers_block_type", kinds, words)
+    pattern = fields.get("hybrid_override_pattern")
     if not isinstance(pattern, str) or len(pattern) != layers:
         raise fields.wrong(
             "hybrid_override_pattern", f"{pattern!r} is not a word of {layers} letters, one per layer"
         )
-    return _pick(fields, "hybrid_override_pattern", list(pattern), of)
+    return _pick(fields, "hybrid_override_pattern", list(pattern), letters)
 
 
 def lfm2(fields: Fields, cache: Cache) -> list[Layer]:

@@ -31,7 +31,7 @@ _SECONDS: dict[str, Fraction] = {
 
 _QUANTITY = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?) ?([A-Za-zµ/]*)", re.ASCII)
 _MAX_CHARS = 40
-MAX_BYTES = 2**63 - 1
+MAX_BYTES = 2**63
 
 _SIZES_WANTED = "a size above 0 with a unit is expected, such as 40GiB, 40GB or 64KiB (or a number of bytes)"
 _BANDWIDTHS_WANTED = "a bandwidth above 0 with a unit is expected, such as 200Gbps, 25GB/s or 20GiB/s"
