@@ -45,7 +45,9 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("cohere2", "olmo3", "exaone4"), Family(att.by_kinds(att.every(4)))),
     "gemma3_text": Family(att.by_kinds(att.every(6)), _GEMMA3),
     "gemma3n_text": Family(att.shared_tail(att.by_kinds(att.every(5)))),
-    "gemma4_text": Family(att.shared_tail(att.gemma4)),
+    **dict.fromkeys(
+        ("gemma4_text", "gemma4_unified_text"), Family(att.shared_tail(att.gemma4), {"global_head_dim": 512})
+    ),
     "llama4_text": Family(att.by_kinds(att.llama4_kinds), {"attention_chunk_size": 8192}),
     "gpt_bigcode": Family(att.gpt_bigcode, {"multi_query": True}),
     "falcon": Family(att.falcon, {"multi_query": True}),

@@ -68,13 +68,16 @@ class Fields:
             raise ValueError(f"{self._named(name)}: {found}; a list of {layers}, one per layer, is expected")
         return value
 
-    def indices(self, name: str, *, first: int = 0) -> frozenset[int]:
-        """Numbers of layers, counted from `first` in the file and from 0 here. Empty if not given."""
+    def indices(self, name: str, layers: int, *, first: int = 0) -> frozenset[int]:
+        """Numbers of layers, counted from `first` in the file and from 0 here. Required."""
         value = self.get(name)
-        if value is None:
-            return frozenset()
-        if not isinstance(value, list) or not all(isinstance(n, int) and n >= first for n in value):
-            raise ValueError(f"{self._named(name)}: {value!r} is not a list of layer numbers from {first}")
+        numbers = range(first, first + layers)
+        if not isinstance(value, list) or not all(isinstance(n, int) and n in numbers for n in value):
+            found = "missing" if value is None else repr(value)[:60]
+            raise ValueError(
+                f"{self._named(name)}: {found}; "
+                f"a list of layer numbers from {first} to {numbers[-1]} is expected"
+            )
         return frozenset(n - first for n in value)
 
     def nested(self, name: str) -> Fields:

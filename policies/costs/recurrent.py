@@ -98,9 +98,10 @@ def granite_hybrid(fields: Fields, cache: Cache) -> list[Layer]:
 
 
 def bamba(fields: Fields, cache: Cache) -> list[Layer]:
-    with_attention = fields.indices("attn_layer_indices")
+    layers = fields.layers()
+    with_attention = fields.indices("attn_layer_indices", layers)
     attention, recurrent = Layer(plain_attention(fields, cache)), Layer(states=_mamba_d(fields, cache))
-    return [attention if index in with_attention else recurrent for index in range(fields.layers())]
+    return [attention if index in with_attention else recurrent for index in range(layers)]
 
 
 def falcon_h1(fields: Fields, cache: Cache) -> list[Layer]:
@@ -131,10 +132,10 @@ def nemotron_h(fields: Fields, cache: Cache) -> list[Layer]:
 def lfm2(fields: Fields, cache: Cache) -> list[Layer]:
     """Short convolutions, and attention in the layers of `layer_types` or `full_attn_idxs`."""
     layers = fields.layers()
-    with_attention = fields.indices("full_attn_idxs")
-    kinds = fields.per_layer("layer_types", layers) or [
-        "full_attention" if index in with_attention else "conv" for index in range(layers)
-    ]
+    kinds = fields.per_layer("layer_types", layers)
+    if kinds is None:
+        with_attention = fields.indices("full_attn_idxs", layers)
+        kinds = ["full_attention" if index in with_attention else "conv" for index in range(layers)]
     channels = fields.size("conv_dim", "hidden_size")
     states = _states(State(channels, fields.size("conv_L_cache") - 1, cache.element_bytes))
     of = {"full_attention": Layer(plain_attention(fields, cache)), "conv": Layer(states=states)}
@@ -147,8 +148,9 @@ def kimi_linear(fields: Fields, cache: Cache) -> list[Layer]:
     heads, dim = linear.size("num_heads"), linear.size("head_dim")
     kernel = linear.size("short_conv_kernel_size")
     states = _states(State(3 * heads * dim, kernel - 1, cache.element_bytes), State(heads, dim * dim, 4))
-    delta, attention = linear.indices("kda_layers", first=1), Layer(mla_attention(fields, cache))
-    return [Layer(states=states) if index in delta else attention for index in range(fields.layers())]
+    layers = fields.layers()
+    delta, attention = linear.indices("kda_layers", layers, first=1), Layer(mla_attention(fields, cache))
+    return [Layer(states=states) if index in delta else attention for index in range(layers)]
 
 
 def _mamba_d(fields: Fields, cache: Cache) -> tuple[State, ...]:

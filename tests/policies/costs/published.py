@@ -29,6 +29,17 @@ def _mla(model_type: str, layers: int, hidden: int, heads: int, **rest: Any) -> 
     return _gqa(model_type, layers, hidden, heads, heads, **dims, **rest)
 
 
+def _mamba_d(heads: int, dim: int, size: int) -> Config:
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": dim,
+        "mamba_d_state": size,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+    }
+
+
 LLAMA_2_7B = _config("llama", 32, 4096, 32, num_key_value_heads=32)
 LLAMA_3_8B = _gqa("llama", 32, 4096, 32, 8)
 LLAMA_3_70B = _gqa("llama", 80, 8192, 64, 8)
@@ -169,3 +180,34 @@ KIMI_LINEAR_48B = _mla(
         "short_conv_kernel_size": 4,
     },
 )
+
+GRANITE_4_H_SMALL = _gqa(
+    "granitemoehybrid",
+    40,
+    4096,
+    32,
+    8,
+    layer_types=["attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)],
+    **_mamba_d(heads=128, dim=64, size=128),
+)
+BAMBA_9B = _gqa("bamba", 32, 4096, 32, 8, attn_layer_indices=[9, 18, 27], **_mamba_d(128, 64, 128))
+FALCON_H1_7B = _gqa("falcon_h1", 44, 3072, 12, 2, head_dim=128, mamba_d_ssm=3072, **_mamba_d(24, 128, 256))
+MAMBA_CODESTRAL_7B = {
+    "model_type": "mamba2",
+    "num_hidden_layers": 64,
+    "hidden_size": 4096,
+    "num_heads": 128,
+    "head_dim": 64,
+    "n_groups": 8,
+    "state_size": 128,
+    "conv_kernel": 4,
+}
+FALCON_MAMBA_7B = {
+    "model_type": "falcon_mamba",
+    "num_hidden_layers": 64,
+    "hidden_size": 4096,
+    "intermediate_size": 8192,
+    "state_size": 16,
+    "conv_kernel": 4,
+}
+LFM2_1_2B = _gqa("lfm2", 16, 2048, 32, 8, conv_L_cache=3, full_attn_idxs=[2, 5, 8, 10, 12, 14])

@@ -47,8 +47,14 @@ ENGINE = {
     "MIMO_V2_FLASH": ((23040, 199680, 0), (11520, 99840, 0), (5760, 24960, 0)),
     "NEMOTRON_H_8B": ((16384, 0, 102137856), (8192, 0, 51068928), (2048, 0, 12767232)),
     "KIMI_LINEAR_48B": ((8064, 0, 43417600), (8064, 0, 21708800), (8064, 0, 5427200)),
+    "GRANITE_4_H_SMALL": ((16384, 0, 77322240), (8192, 0, 38688768), (2048, 0, 9713664)),
+    "BAMBA_9B": ((12288, 0, 62287360), (6144, 0, 31165952), (1536, 0, 7824896)),
+    "FALCON_H1_7B": ((45056, 0, 70152192), (22528, 0, 35143680), None),
+    "MAMBA_CODESTRAL_7B": ((0, 0, 138149888), (0, 0, 69074944), (0, 0, 17268736)),
+    "FALCON_MAMBA_7B": ((0, 0, 19922944), (0, 0, 9961472), (0, 0, 2490368)),
+    "LFM2_1_2B": ((12288, 0, 81920), (6144, 0, 40960), (1536, 0, 10240)),
 }
-"""None where the engine refuses the split: 8 divides neither 28 heads nor 10."""
+"""None where the engine refuses the split: 8 divides neither 28 nor 12 heads, nor 10 KV heads."""
 
 
 @pytest.mark.parametrize("name", ENGINE)
@@ -117,6 +123,26 @@ def test_shared_layers_keep_nothing_and_a_config_without_them_keeps_all() -> Non
     config = {k: v for k, v in p.GEMMA_3N_E4B.items() if k != "num_kv_shared_layers"}
     assert read_config(config).bytes_per_token == 35 * 2 * 2 * 256 * 2
     assert read_config(p.GEMMA_3N_E4B).bytes_per_token == 20 * 2 * 2 * 256 * 2
+
+
+def test_gemma_4_has_wider_and_fewer_heads_in_full_layers() -> None:
+    """transformers 5.19, Gemma4TextConfig.per_layer_config: heads of 512, and their own number of them."""
+    config = {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "num_global_key_value_heads": 4,
+        "attention_k_eq_v": True,
+        "sliding_window": 1024,
+    }
+    full, local = 4 * 512 * 2 * 2, 8 * 256 * 2 * 2
+    assert read_config(config).growth_bytes_per_token == 2 * full
+    assert read_config(config).bytes_per_token == 2 * full + 10 * local
+    separate = {**config, "attention_k_eq_v": False}
+    assert read_config(separate).growth_bytes_per_token == 2 * 8 * 512 * 2 * 2
+    assert read_config({**config, "num_kv_shared_layers": 6}).bytes_per_token == full + 5 * local
 
 
 LLAMA = p.LLAMA_3_8B
@@ -269,6 +295,12 @@ def test_the_type_of_the_cache(extra: Config, wanted: str, name: str, why: str) 
         ),
         ({**p.QWEN_3_NEXT_80B, "layer_types": [{}] * 48}, "layer_types: {} is not known"),
         ({**p.QWEN_3_NEXT_80B, "mamba_ssm_dtype": "fp4"}, "mamba_ssm_dtype: 'fp4' is not known"),
+        ({**p.BAMBA_9B, "attn_layer_indices": None}, "attn_layer_indices: missing"),
+        (
+            {**p.BAMBA_9B, "attn_layer_indices": [32]},
+            "attn_layer_indices: [32]; a list of layer numbers from 0 to 31",
+        ),
+        ({**p.LFM2_1_2B, "full_attn_idxs": None}, "full_attn_idxs: missing"),
         ({**p.KIMI_LINEAR_48B, "linear_attn_config": None}, "linear_attn_config: missing"),
         (
             {**p.KIMI_LINEAR_48B, "linear_attn_config": {"num_heads": 1}},
