@@ -161,7 +161,7 @@ OVERHEAD_S = 0.0258
 )
 def test_published_pulls_and_recomputations(tokens: int, pull_ms: float, recompute_ms: float) -> None:
     # llm-d, "Pull, Don't Recompute". Four parameters for six figures: 25.8 ms on both ways, 17.9 GB/s from
-    # the peer, 0.0248 ms/token and 6.22e-7 ms/token^2 of prefill. Pulls within 5 %, recomputations within 0.5 %.
+    # the peer, 0.0248 ms/token and 6.22e-7 ms/token^2 of prefill. Pulls within 5 %, the others within 0.5 %.
     link = Link(17.9e9)
     way = Reuse(
         prefill_full_s=GPT_OSS.prefill_s(tokens),
