@@ -1,0 +1,1 @@
+"""What engines are told beside the request: what to keep of it, and where to pull its KV from."""
