@@ -248,11 +248,13 @@ def _residents(setting: Setting, rate_per_s: float, *, prefills: bool) -> float 
     most = min(
         setting.max_sequences, setting.speed.kv_tokens // (setting.prompt_tokens + setting.output_tokens)
     )
+    if most < 1:
+        return None
     residents = 0.0
     for _ in range(_ROUNDS):
         itl_s = _itl_s(setting, rate_per_s, residents, prefills=prefills)
         stays = rate_per_s * (setting.output_tokens - 1) * itl_s
-        if stays > most:
+        if math.isinf(itl_s) or stays > most:
             return None
         if abs(stays - residents) <= 1e-9 * max(1.0, residents):
             return stays

@@ -120,6 +120,14 @@ def test_kv_that_does_not_fit_saturates_the_decode_workers() -> None:
     assert isinstance(split_way(replace(HAND, speed=replace(PLAIN, kv_tokens=1101))), Way)
 
 
+def test_answers_of_one_token_keep_no_decodes_and_can_still_be_too_many() -> None:
+    assert way(whole_way(replace(HAND, output_tokens=1))).residents == 0
+    assert whole_way(replace(HAND, output_tokens=1, rate_per_s=40.0)) == Saturated("whole workers")
+    assert whole_way(replace(HAND, output_tokens=1, speed=replace(PLAIN, kv_tokens=1000))) == Saturated(
+        "whole workers"
+    )
+
+
 def test_a_full_link_is_named() -> None:
     assert split_way(replace(HAND, link=Link(0.2e9))) == Saturated("links")
 
