@@ -125,6 +125,25 @@ def test_shared_layers_keep_nothing_and_a_config_without_them_keeps_all() -> Non
     assert read_config(p.GEMMA_3N_E4B).bytes_per_token == 20 * 2 * 2 * 256 * 2
 
 
+def test_llama_4_keeps_a_chunk_where_positions_are_rotary() -> None:
+    text = p.LLAMA_4_SCOUT["text_config"]
+    kept = read_config({**text, "no_rope_layers": [1] * 47 + [0]})
+    assert kept.windows_tokens == (8192,)
+    assert kept.growth_bytes_per_token == 4096
+    assert read_config({**text, "attention_chunk_size": None}).windows_tokens == ()
+
+
+def test_without_a_window_all_layers_of_a_pattern_are_full() -> None:
+    assert read_config({**p.COMMAND_R7B, "sliding_window": None}).growth_bytes_per_token == 131072
+
+
+def test_layers_of_nemotron_as_words() -> None:
+    """The letters of the 8B model, spelled out as newer files do."""
+    words = {"M": "mamba", "*": "attention", "-": "mlp"}
+    kinds = [words[letter] for letter in p.NEMOTRON_H_8B["hybrid_override_pattern"]]
+    assert read_config({**p.NEMOTRON_H_8B, "layers_block_type": kinds}) == read_config(p.NEMOTRON_H_8B)
+
+
 def test_gemma_4_has_wider_and_fewer_heads_in_full_layers() -> None:
     """transformers 5.19, Gemma4TextConfig.per_layer_config: heads of 512, and their own number of them."""
     config = {
