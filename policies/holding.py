@@ -79,7 +79,8 @@ class HoldQueue(Generic[T]):
         `decide` is told what is promised to those that go before; it must charge a decision at once. A ticket
         that must still wait adds to what is promised. An exception as the answer is not charged to a tenant.
         """
-        self.promised_s = promised_s = {}
+        promised_s: dict[str, float] = {}
+        self.promised_s = promised_s
         released: list[tuple[T, A]] = []
         for ticket in self._in_turn():
             answer = decide(ticket.item, promised_s)

@@ -5,7 +5,8 @@ B the requests that are there, A arrivals per second, N the expected output, ITL
 request in it and rho the share of time spent prefilling:
 
     max(Q, L) + P                   this request's own time to first token
-    + cache_weight P                what is computed here evicts, or duplicates, what others would use
+    + cache_weight P                what is computed here evicts, or duplicates, what others would use; less
+                                    while the fleet is idle
     + delay_weight A Q P            later arrivals that wait for it
     + decode_weight P B             decodes that it stalls
     + decode_weight N ITL/(1-rho)   its own decode life, stretched by the prefills around it
@@ -30,6 +31,9 @@ MAX_PREFILL_SHARE = 0.9
 CHUNK_TOKENS = 8192
 """Prefill tokens in one step of an engine, by vLLM's default for servers."""
 
+BUSY_PREFILL_LOAD = 0.3
+"""Share of time spent prefilling from which on the cache counts in full."""
+
 
 class Weights(Struct, frozen=True, gc=False):
     """What a second that others lose is worth in seconds of one's own."""
@@ -37,6 +41,10 @@ class Weights(Struct, frozen=True, gc=False):
     cache: float
     delay: float
     decode: float
+
+    def cache_at(self, prefill_load: float) -> float:
+        """The cache's weight at this load: with time to spare, little is lost by computing again."""
+        return self.cache * min(1.0, prefill_load / BUSY_PREFILL_LOAD)
 
 
 FREE = Weights(0.0, 0.0, 0.0)
@@ -77,7 +85,7 @@ def price_sides(request: RequestView, fleet: Fleet, weights: Weights, paces: Seq
     matches = fleet.matches or [NO_MATCH] * len(paces)
     promised = fleet.promised_s or [0.0] * len(paces)
     last = prompt - 1 if prompt else 0
-    own_weight = 1 + weights.cache
+    own_weight = 1 + weights.cache_at(fleet.prefill_load)
     delay_weight, decode_weight = weights.delay * fleet.arrivals_per_s, weights.decode
     sides = []
     for load, pace, match, promised_s in zip(fleet.loads, paces, matches, promised, strict=True):
@@ -191,15 +199,18 @@ def _prefill_s(pace: Pace, prompt_tokens: int, cached: int) -> float:
     return pace.speed.marginal_prefill_s(max(prompt_tokens - cached, 1), cached) * pace.prefill_scale
 
 
-def cost_of(side: Side, weights: Weights, decode: Side | None = None, handoff_s: float = 0.0) -> Cost:
-    """The price of one candidate: `side` does it all, or the prefill with `decode` going on after it."""
+def cost_of(side: Side, cache_weight: float, decode: Side | None = None, handoff_s: float = 0.0) -> Cost:
+    """The price of one candidate: `side` does it all, or the prefill with `decode` going on after it.
+
+    `cache_weight` as of `Weights.cache_at`.
+    """
     decoder = decode or side
     return Cost(
         queue_wait_s=side.queue_s + decoder.room_s,
         load_s=side.load_s,
         prefill_s=side.prefill_s,
         handoff_s=handoff_s,
-        cache_s=weights.cache * side.prefill_s,
+        cache_s=cache_weight * side.prefill_s,
         delay_s=side.delay_s,
         stall_s=side.stall_s,
         decode_s=decoder.life_s,

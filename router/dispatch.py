@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from kvroute.clock import Clock
 from kvroute.conductor.index import PrefixIndex
 from kvroute.policies.base import Policy
-from kvroute.policies.costs.arrivals import Arrivals
 from kvroute.policies.costs.lengths import OutputLengths
+from kvroute.policies.costs.rates import Rate
 from kvroute.policies.pricing import FREE, price_sides
 from kvroute.policies.ties import least_loaded_index
 from kvroute.router.errors import Failure, GatewayError, shorten
@@ -97,7 +97,8 @@ class Dispatcher:
         self._needs_active_keys = any(
             getattr(each.policy, "needs_active_keys", False) for each in (policy, shadow) if each is not None
         )
-        self._arrivals = Arrivals()
+        self._arrivals = Rate()
+        self._prefill_work = Rate()
         self.lengths = OutputLengths()
         self._reasons: set[str] = set()
         self.needs_prefix = policy.policy.needs_prefix or (shadow is not None and shadow.policy.needs_prefix)
@@ -122,7 +123,7 @@ class Dispatcher:
 
     def arrived(self) -> None:
         """A new request is to be decided on, now or later; retries are none."""
-        self._arrivals.count(self._clock())
+        self._arrivals.add(self._clock())
 
     def snapshot(self, request: ParsedRequest, prompt: Prompt) -> Fleet:
         """What a policy would be shown of one request now; raises GatewayError when nobody may take it."""
@@ -188,6 +189,7 @@ class Dispatcher:
         prediction = Prediction(
             ttft_s + pace.overhead_s, side.itl_s, ttft_s / pace.prefill_scale, side.itl_s / pace.decode_scale
         )
+        self._prefill_work.add(now_s, raw_s * pace.prefill_scale)
         lease = self._registry.charge(
             member,
             now_s,
@@ -229,6 +231,7 @@ class Dispatcher:
             eligible.paces,
             self.lengths.expect(view.model, view.tenant, view.max_output_tokens),
             self._arrivals.per_s(now_s) / len(workers),
+            self._prefill_work.per_s(now_s) / len(workers),
             [promised_s.get(id_, 0.0) for id_ in eligible.ids] if promised_s else (),
             promised_s is not None,
         )

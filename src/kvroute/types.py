@@ -159,6 +159,8 @@ class Fleet(Struct, frozen=True, gc=False):
     """Expected output of this request."""
     arrivals_per_s: float = 0.0
     """Requests that arrive for each worker, of late."""
+    prefill_load: float = 0.0
+    """Prefill seconds that are sent to each worker per second, of late."""
     promised_s: Sequence[float] = ()
     """Prefill seconds of held requests that go before this one, by the worker each waits for; parallel to
     `workers`, empty when none is held."""
