@@ -1,12 +1,13 @@
-"""The FastAPI app: probes, metrics, the merged model list, and the admin routes for workers."""
+"""The FastAPI apps: probes, metrics, the merged model list, dry runs, and what only operators may do."""
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Header, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import SecretStr
@@ -15,13 +16,25 @@ from kvroute import __version__
 from kvroute.clock import monotonic
 from kvroute.conductor.shared import Intent
 from kvroute.config_groups import WorkerConfig
+from kvroute.router.decision_log import DecisionLog
 from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.explain import Explainer
 from kvroute.router.metrics import Metrics
 from kvroute.router.workers import DuplicateWorker, Member, Registry, State
 
 PUBLIC_PATHS = frozenset({b"/livez", b"/readyz", b"/metrics", b"/v1/models"})
-"""What the gateway's own port answers itself; every other path belongs to the workers."""
+"""What the gateway's own port answers itself to GET, beside EXPLAIN_PATH; all else belongs to the workers."""
+EXPLAIN_PATH = b"/v1/route/explain"
+
+
+def make_public_app(
+    registry: Registry, metrics: Metrics, *, draining: Callable[[], bool], explainer: Explainer
+) -> FastAPI:
+    """Behind PUBLIC_PATHS and EXPLAIN_PATH on the data port, which has checked the client's key."""
+    app = _app(openapi_url=None)
+    app.include_router(_public_routes(registry, metrics, draining))
+    app.include_router(_explain_routes(explainer))
+    return app
 
 
 def make_app(
@@ -29,19 +42,29 @@ def make_app(
     metrics: Metrics,
     *,
     draining: Callable[[], bool],
+    explainer: Explainer,
     admin_token: SecretStr | None,
     decided: Callable[[Member, Intent], None] | None = None,
-    explainer: Explainer | None = None,
+    decision_log: DecisionLog | None = None,
 ) -> FastAPI:
-    """`draining` is true from the first moment of a shutdown; `decided` is told what an operator does."""
-    app = FastAPI(
-        title="kvroute", version=__version__, openapi_url="/admin/openapi.json", docs_url=None, redoc_url=None
-    )
+    """Everything, for the admin port.
+
+    `draining` is true from the first moment of a shutdown; `decided` is told what an operator does.
+    """
+    app = _app(openapi_url="/admin/openapi.json")
     app.include_router(_public_routes(registry, metrics, draining))
     authorised = Depends(_guard(admin_token))
+    app.include_router(_explain_routes(explainer), dependencies=[authorised])
+    if decision_log is not None:
+        app.include_router(_log_routes(decision_log), dependencies=[authorised])
     app.include_router(_admin_routes(registry, authorised, decided or _nobody))
-    if explainer is not None:
-        app.include_router(_explain_routes(explainer, authorised))
+    return app
+
+
+def _app(openapi_url: str | None) -> FastAPI:
+    app = FastAPI(
+        title="kvroute", version=__version__, openapi_url=openapi_url, docs_url=None, redoc_url=None
+    )
     app.add_exception_handler(GatewayError, _gateway_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     return app
@@ -140,16 +163,29 @@ def _guard(token: SecretStr | None) -> Callable[[str], None]:
     return authorised
 
 
-def _explain_routes(explainer: Explainer, authorised: Any) -> APIRouter:
-    routes = APIRouter(prefix="/admin/explain", dependencies=[authorised])
+def _explain_routes(explainer: Explainer) -> APIRouter:
+    routes = APIRouter()
 
-    @routes.post("")
-    async def explain(request: Request, path: str | None = None) -> dict[str, Any]:
-        """What each worker holds of the prompt of this body, were it sent to `path`.
+    @routes.post(EXPLAIN_PATH.decode())
+    async def explain(request: Request, path: str | None = None) -> Response:
+        """Where this body would go, were it sent to `path`, and why: a dry run without any effect.
 
         By default that is /v1/completions for a body with a `prompt`, else /v1/chat/completions.
         """
-        return await explainer.explain(path, await request.body())
+        answer = await explainer.explain(path, await request.body(), dict(request.headers.raw))
+        # ASCII, since a client's JSON may hold lone surrogates, which UTF-8 has no bytes for.
+        return Response(json.dumps(answer), media_type="application/json")
+
+    return routes
+
+
+def _log_routes(decision_log: DecisionLog) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.get("/admin/decisions")
+    async def decisions(limit: Annotated[int, Query(ge=1)] = 50) -> Response:
+        """The last decisions that were kept, with their ends, newest first."""
+        return Response(json.dumps(decision_log.recent(limit)), media_type="application/json")
 
     return routes
 

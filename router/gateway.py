@@ -18,7 +18,7 @@ from kvroute.conductor.tokens.yielding import let_others_run
 from kvroute.router.asgi import App, run_app
 from kvroute.router.breaker import BreakerState
 from kvroute.router.client import ClientConnection
-from kvroute.router.control import PUBLIC_PATHS
+from kvroute.router.control import EXPLAIN_PATH, PUBLIC_PATHS
 from kvroute.router.errors import Failure, GatewayError, shorten
 from kvroute.router.exchange import OTHER, Exchange, Services
 from kvroute.router.metrics import gauge
@@ -58,8 +58,8 @@ class Gateway:
     async def handle(self, request: Request, client: ClientConnection) -> None:
         """Answer one request; cancelled when its client goes away."""
         path = request.target.partition(b"?")[0]
-        if path in PUBLIC_PATHS and request.method in (b"GET", b"HEAD"):
-            await self._handle_public(path, request, client)
+        if path == EXPLAIN_PATH or (path in PUBLIC_PATHS and request.method in (b"GET", b"HEAD")):
+            await self._handle_own(path, request, client)
             return
         metrics = self._services.metrics
         request_id = self._request_id(request)
@@ -110,18 +110,22 @@ class Gateway:
     # --- before --------------------------------------------------------------------------------
 
     def _check_key(self, request: Request) -> None:
+        if self._expected_key is None:
+            return
         given = request.fields.get(b"authorization", b"")
-        if self._expected_key is not None and not secrets.compare_digest(given, self._expected_key):
+        if not secrets.compare_digest(given, self._expected_key):
             message = "the Authorization header does not carry the key of api_key"
             raise GatewayError(Failure.UNAUTHORIZED, message)
 
     def _admit(self, request: Request) -> None:
-        if self._expected_key is not None:
-            self._check_key(request)
+        self._check_key(request)
+        self._check_room()
+        self._services.retry_budget.request()
+
+    def _check_room(self) -> None:
         if self._in_flight > self._max_in_flight:
             message = f"{self._max_in_flight} requests are in flight (limits.requests)"
             raise GatewayError(Failure.OVERLOADED, message, retry_after_s=1)
-        self._services.retry_budget.request()
 
     def _is_quickly_read(self, body: bytes) -> bool:
         """Whether it takes a millisecond or two. A template may make ten times their size of tools."""
@@ -137,10 +141,14 @@ class Gateway:
             raise GatewayError(Failure.MALFORMED, str(error), param=error.field) from None
 
     def _parse_large(self, request: Request) -> ParsedRequest:
-        """In a thread: keys too, since making those of a long prompt is half of the work."""
+        """In a thread: keys too, since making those of a long prompt is half of the work.
+
+        Not where the engine is still to be asked for the tokens that they are made of.
+        """
         parsed = self._parse(request)
-        let_others_run()
-        self._services.knowledge.make_keys(parsed)
+        if parsed.fields is None:
+            let_others_run()
+            self._services.knowledge.make_keys(parsed)
         return parsed
 
     def _request_id(self, request: Request) -> str:
@@ -178,15 +186,21 @@ class Gateway:
             e2e_s=round(monotonic() - request.received_s, 6),
         )
 
-    async def _handle_public(self, path: bytes, request: Request, client: ClientConnection) -> None:
-        if path == b"/v1/models" and self._expected_key is not None:
-            try:
+    async def _handle_own(self, path: bytes, request: Request, client: ClientConnection) -> None:
+        """A dry run counts as a request in flight: reading its body costs as much."""
+        counts = path == EXPLAIN_PATH
+        self._in_flight += counts
+        try:
+            if counts or path == b"/v1/models":
                 self._check_key(request)
-            except GatewayError as error:
-                self._answer(error, request, client, self._request_id(request))
-                return
-        _, data = await run_app(self._app, request, keep_alive=client.keep_alive)
-        client.respond(data)
+            if counts:
+                self._check_room()
+            _, data = await run_app(self._app, request, keep_alive=client.keep_alive)
+            client.respond(data)
+        except GatewayError as error:
+            self._answer(error, request, client, self._request_id(request))
+        finally:
+            self._in_flight -= counts
 
     # --- gauges --------------------------------------------------------------------------------
 

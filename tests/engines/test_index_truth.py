@@ -122,7 +122,7 @@ class Rig:
     def known(self, request: Request) -> tuple[int, dict[str, int]]:
         """(Prompt tokens, confirmed tokens by engine) as the index has it now."""
         path, body = request
-        answer = self.http.post(f"{self.admin}/admin/explain", params={"path": path}, json=body)
+        answer = self.http.post(f"{self.admin}/v1/route/explain", params={"path": path}, json=body)
         assert answer.status_code == 200, answer.text
         found = answer.json()
         assert found["keys"] in ("tokens", None), found

@@ -1,17 +1,23 @@
-"""The gateway's own routes: the admin API, the merged model list, the bounds of /metrics."""
+"""The gateway's own routes: the admin API, the model list, the bounds of /metrics, the decision log."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
+import httpx
 import pytest
+from pydantic import SecretStr
 
+from kvroute.router.control import EXPLAIN_PATH, PUBLIC_PATHS, make_app, make_public_app
+from kvroute.router.decision_log import DecisionLog
+from kvroute.router.explain import Explainer
 from kvroute.router.server import GatewayServer
 from kvroute.router.workers import State
+from kvroute.types import Decision, Outcome, Worker
 from tests.kit import CHAT, Answer, Client, Engine, Received, Wire, ask, gateway, until
 
 from .probed import Held, Probed, member_of
@@ -290,3 +296,43 @@ async def test_workers_that_left_leave_no_series() -> None:
                 await until(lambda member=member: member.state is State.GONE)  # type: ignore[misc]
         named = {url for name in await series(server) for url in re.findall(r'worker="([^"]*)"', name)}
         assert named == {stable.url}
+
+
+# --- the decision log ------------------------------------------------------------------------------
+
+
+async def test_the_last_decisions_are_shown_to_who_has_the_token() -> None:
+    decision_log = DecisionLog(1.0, "ttft", lambda: 0.0)
+    worker = Worker("a~1", "http://a:1")
+    for number in range(3):
+        decision_log.decided(f"r{number}", [], Decision.whole(worker, "cold"))
+        decision_log.ended(f"r{number}", Outcome(worker, 200))
+    async with gateway() as server:
+        app = make_app(
+            server.registry,
+            server.metrics,
+            draining=lambda: False,
+            explainer=cast(Explainer, None),
+            admin_token=SecretStr("t0p"),
+            decision_log=decision_log,
+        )
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://admin") as http:
+            assert (await http.get("/admin/decisions")).status_code == 401
+            http.headers["authorization"] = "Bearer t0p"
+            found = (await http.get("/admin/decisions", params={"limit": 2})).json()
+            assert [entry["request_id"] for entry in found["decisions"]] == ["r2", "r1"]
+            assert (found["ratio"], found["pending"], found["dropped"]) == (1.0, 0, 0)
+            assert len((await http.get("/admin/decisions")).json()["decisions"]) == 3
+            for limit in ("0", "-1", "x"):
+                refused = await http.get("/admin/decisions", params={"limit": limit})
+                error = refused.json()["error"]
+                assert (refused.status_code, error["param"]) == (400, "limit")
+
+
+async def test_the_data_port_s_app_has_no_operators_routes() -> None:
+    async with gateway() as server:
+        app = make_public_app(
+            server.registry, server.metrics, draining=lambda: False, explainer=cast(Explainer, None)
+        )
+        assert app.openapi()["paths"].keys() == {path.decode() for path in PUBLIC_PATHS | {EXPLAIN_PATH}}

@@ -15,6 +15,7 @@ import pytest
 
 from kvroute.conductor.events import EventSource
 from kvroute.loadtests.mock_engine import MockFleet, MockOptions
+from kvroute.router.gateway import PARSE_TOOLS_IN_THREAD_BYTES
 from kvroute.router.server import GatewayServer
 from tests.kit import Engine, fast_config, gateway, until
 
@@ -45,7 +46,7 @@ class Side:
 
     async def explain(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         assert self.server.admin_url is not None
-        url = self.server.admin_url + "/admin/explain"
+        url = self.server.admin_url + "/v1/route/explain"
         answer = await self.http.post(url, params={"path": path}, json=body)
         assert answer.status_code == 200, answer.text
         found: dict[str, Any] = answer.json()
@@ -254,7 +255,7 @@ async def test_an_engine_that_connects_to_us_is_asked_for_replays_at_its_own_hos
 
 async def test_an_explanation_says_why_there_is_nothing_to_say() -> None:
     async with side(engines=1) as this:
-        url = f"{this.server.admin_url}/admin/explain"
+        url = f"{this.server.admin_url}/v1/route/explain"
         completion = {"model": "mock", "prompt": IDS}
         found = (await this.http.post(url, json=completion)).json()
         assert (found["path"], found["keys"], found["prompt_tokens"]) == ("/v1/completions", "tokens", 300)
@@ -267,3 +268,11 @@ async def test_an_explanation_says_why_there_is_nothing_to_say() -> None:
         assert (nobody.status_code, nobody.json()["error"]["code"]) == (404, "model_not_found")
         metrics = this.server.metrics.render().decode()
         assert "kvroute_prompts_total{" not in metrics  # nothing was routed
+
+
+async def test_a_body_that_is_read_on_a_thread_has_the_engine_s_tokens_too() -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "d" * 20_000}}
+    async with side(engines=1) as this:
+        assert len(str(tool)) > PARSE_TOOLS_IN_THREAD_BYTES
+        await this.send("/v1/chat/completions", {**CHAT, "tools": [tool]})
+        assert this.server.metrics.prompts.values == {("tokens",): 1}
