@@ -13,6 +13,7 @@ from kvroute.loadtests.mock_engine.connection import Connection
 from kvroute.loadtests.mock_engine.dialects.base import Call, Script
 from kvroute.loadtests.mock_engine.faults import Faults
 from kvroute.loadtests.mock_engine.journal import Entry
+from kvroute.loadtests.mock_engine.kv_hints import NO_HINTS
 from kvroute.loadtests.mock_engine.wire import (
     JSON,
     ApiError,
@@ -142,6 +143,7 @@ class TokenAnswer(Answer):
     ) -> None:
         super().__init__(engine, connection, request, entry, faults)
         self.call = call
+        self.hints = NO_HINTS
         self.script = script
         self.total = call.output_tokens
         self.ready = 0

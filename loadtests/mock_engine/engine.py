@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Listed
 from contextlib import suppress
 from dataclasses import replace
 
@@ -30,6 +31,7 @@ from kvroute.loadtests.mock_engine.journal import Journal
 from kvroute.loadtests.mock_engine.lower_tiers import make_lower_tiers
 from kvroute.loadtests.mock_engine.metrics import EngineMetrics
 from kvroute.loadtests.mock_engine.options import MockOptions
+from kvroute.loadtests.mock_engine.pulls import Pull, plan_pull
 from kvroute.loadtests.mock_engine.routes import ROUTES, UNGUARDED
 from kvroute.loadtests.mock_engine.scheduler import Scheduler
 from kvroute.loadtests.mock_engine.sequences import Phase, Sequence
@@ -48,6 +50,8 @@ class MockEngine:
         self.journal = Journal(options.journal_ids, options.journal_requests)
         self.port = options.port + index if options.port else 0
         self.incarnation = 0
+        self.peers: Listed[MockEngine] = (self,)
+        """Whom a request may name to pull from."""
         self.restarting = False
         self.connections: set[Connection] = set()
         self.accepted = self.bytes_read = self.bytes_written = 0
@@ -71,13 +75,14 @@ class MockEngine:
             b"%d/%d/%d" % (options.seed, self.index, self.incarnation), 0
         )
         self.adapters: dict[str, str] = {name: f"/adapters/{name}" for name in options.adapters}
+        self.tiers = make_lower_tiers(options, self.now_s)
         self.scheduler = Scheduler(
             BlockCache(options.capacity_blocks),
             options.step_speed,
             options.block_size_tokens,
             options.max_batched_tokens,
             options.max_sequences,
-            make_lower_tiers(options, self.now_s),
+            self.tiers,
         )
         self._adapter_ids: dict[str, int] = {}
         self.intake = Intake(options, self.hash_seed, self.adapters)
@@ -220,6 +225,9 @@ class MockEngine:
         refusal = refusal or reading.error
         id = request.header(b"x-request-id") or reading.id or self._new_id()
         entry = self.journal.open(id, request)
+        entry.hints = reading.hints.given()
+        if faults.pull_fail and reading.hints.pulls:
+            refusal = refusal or ApiError(500, "KV load failure", "InternalServerError")
         if faults.hang or faults.die_before or faults.status or faults.no_content or faults.error_body:
             Misbehaviour(self, connection, request, entry, faults).start()
         elif reading.call is None or refusal is not None:
@@ -228,7 +236,9 @@ class MockEngine:
             call = reading.call.copy(dialect.id_prefix + id, faults.cached_tokens)
             kind = StreamAnswer if call.stream else PlainAnswer
             script = dialect.script(call, reading.words)
-            self._submit(kind(self, connection, request, entry, faults, call, script))
+            answer = kind(self, connection, request, entry, faults, call, script)
+            answer.hints = reading.hints
+            self._submit(answer)
 
     def _new_id(self) -> str:
         self._requests += 1
@@ -237,17 +247,23 @@ class MockEngine:
     # Tokens.
 
     def _submit(self, answer: TokenAnswer) -> None:
-        if self.options.instant:
-            self._enqueue(answer)
+        pull = plan_pull(self, answer)
+        if self.options.instant and (pull is None or not pull.seconds):
+            self._enqueue(answer, pull)
             answer.start()
             return
         answer.start()
-        delay_s = self.options.request_overhead_s / self.options.speed
-        asyncio.get_running_loop().call_later(delay_s, self._enqueue, answer)
+        delay_s = self.options.request_overhead_s / self.options.speed + (pull.seconds if pull else 0.0)
+        asyncio.get_running_loop().call_later(delay_s, self._enqueue, answer, pull)
 
-    def _enqueue(self, answer: TokenAnswer) -> None:
+    def _enqueue(self, answer: TokenAnswer, pull: Pull | None) -> None:
         if answer.ended:
             return
+        if self.tiers is not None:
+            for keys, start in pull.blocks if pull else ():
+                self.tiers.receive(keys, start)
+            for part in answer.call.parts:
+                self.tiers.begin(part.keys, answer.hints, self.options.block_size_tokens)
         for index, part in enumerate(answer.call.parts):
             part.sequence = Sequence(
                 answer.call.id, len(part.tokens), part.kv_output_tokens, part.keys, (answer, index)
@@ -315,6 +331,8 @@ class MockEngine:
                 self._publish(finished, one_by_one=True)
             else:
                 self.scheduler.abort(sequence)
+            if self.tiers is not None:
+                self.tiers.finish(part.keys, answer.hints, self.options.block_size_tokens)
         if self.options.instant and self.scheduler.waiting:
             self._admit_instantly()
         self._wake.set()

@@ -92,6 +92,12 @@ class Faults:
     no_replay: bool = False
     """Requests for a replay stay without an answer."""
 
+    # Pulls from a peer.
+    pull_delay: float = 0.0
+    """Seconds that a pull takes beyond its time."""
+    pull_fail: bool = False
+    """500 for a request that pulls."""
+
     # The engine around it.
     cached_tokens: int | None = None
     """Report this many cached tokens, whatever is true."""

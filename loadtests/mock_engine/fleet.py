@@ -19,6 +19,8 @@ class MockFleet:
     def __init__(self, options: MockOptions | None = None) -> None:
         self.options = options or MockOptions()
         self.engines = [MockEngine(self.options, index) for index in range(self.options.engines)]
+        for engine in self.engines:
+            engine.peers = self.engines
 
     def __repr__(self) -> str:
         return f"<MockFleet {len(self.engines)} engines>"

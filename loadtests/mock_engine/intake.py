@@ -11,6 +11,7 @@ import orjson
 from kvroute.loadtests.mock_engine.block_keys import block_keys, root_key
 from kvroute.loadtests.mock_engine.dialects.base import Body, Call, Defaults, Dialect, Part
 from kvroute.loadtests.mock_engine.faults import CLEAN, FAULT_HEADER, FaultError, Faults, parse_header
+from kvroute.loadtests.mock_engine.kv_hints import NO_HINTS, KvHints, read_hints
 from kvroute.loadtests.mock_engine.options import MockOptions
 from kvroute.loadtests.mock_engine.tokens import Words, plain_words, wide_words
 from kvroute.loadtests.mock_engine.wire import ApiError, Request, invalid
@@ -29,6 +30,7 @@ class Reading:
     error: ApiError | None = None
     id: str | None = None
     """What the body calls itself."""
+    hints: KvHints = NO_HINTS
 
 
 class Intake:
@@ -65,7 +67,8 @@ class Intake:
         given = fields.get(dialect.id_field)
         id = given if isinstance(given, str) else None
         try:
-            return Reading(words, call=self._call(dialect, fields, faults, words), id=id)
+            call = self._call(dialect, fields, faults, words)
+            return Reading(words, call=call, id=id, hints=read_hints(fields))
         except ApiError as error:
             return Reading(words, error=error, id=id)
 

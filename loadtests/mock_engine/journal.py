@@ -25,6 +25,10 @@ class Entry:
     ended_s: float | None = None
     events: int = 0
     """Tokens put on the wire."""
+    hints: dict[str, Any] = field(default_factory=dict)
+    """What it said of its KV."""
+    pulled_tokens: int | None = None
+    """Of its prompt, from a peer; None when it named none."""
 
     def as_dict(self) -> dict[str, Any]:
         """As /debug shows it."""
@@ -35,6 +39,8 @@ class Entry:
             "received_s": self.received_s,
             "ended_s": self.ended_s,
             "events": self.events,
+            "hints": self.hints,
+            "pulled_tokens": self.pulled_tokens,
         }
 
 
@@ -52,11 +58,14 @@ class Journal:
     """The last generation requests whole, with their ids."""
     polls: deque[tuple[str | None, Request]] = field(init=False)
     """The last requests of other paths."""
+    closed_sessions: deque[str] = field(init=False)
+    """Sessions that clients ended."""
 
     def __post_init__(self) -> None:
         self.received = deque(maxlen=self.max_ids)
         self.requests = deque(maxlen=self.max_requests)
         self.polls = deque(maxlen=self.max_requests)
+        self.closed_sessions = deque(maxlen=self.max_ids)
 
     def open(self, id: str, request: Request) -> Entry:
         """Note a generation request that arrived."""

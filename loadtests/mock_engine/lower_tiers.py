@@ -5,12 +5,13 @@ from __future__ import annotations
 from kvroute.clock import Clock
 from kvroute.conductor.tiers.base import Link
 from kvroute.conductor.tiers.registry import ADMISSIONS, EVICTIONS, WRITE_BACKS
-from kvroute.conductor.tiers.stack import BlockModel, TierStack
+from kvroute.conductor.tiers.stack import BlockModel
 from kvroute.conductor.tiers.tier import Tier
+from kvroute.loadtests.mock_engine.kv_hints import HintedTiers
 from kvroute.loadtests.mock_engine.options import MockOptions
 
 
-def make_lower_tiers(options: MockOptions, clock: Clock) -> TierStack | None:
+def make_lower_tiers(options: MockOptions, clock: Clock) -> HintedTiers | None:
     """None when the options name no tier. Disk takes what leaves the tier above it."""
     speed, block_tokens = options.step_speed, options.block_size_tokens
     block_bytes = speed.kv_bytes_per_token * block_tokens
@@ -39,4 +40,5 @@ def make_lower_tiers(options: MockOptions, clock: Clock) -> TierStack | None:
             )
     if not tiers:
         return None
-    return TierStack(tiers, BlockModel(block_bytes, lambda depth: speed.block_s(depth, block_tokens)), clock)
+    model = BlockModel(block_bytes, lambda depth: speed.block_s(depth, block_tokens))
+    return HintedTiers(tiers, model, clock)

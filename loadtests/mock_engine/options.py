@@ -46,6 +46,8 @@ class MockOptions:
     disk_blocks: int = 0
     """Blocks of a disk tier, for what leaves the tier above it; 0: none."""
     disk_load_bytes_per_s: float = 3e9
+    peer_load_bytes_per_s: float = 25e9
+    """Of a pull from another engine of the fleet, from its lower tiers into the CPU tier here."""
     tier_events: bool = True
     """Publish events of these tiers; without, they are silent, as those of most engines are."""
     max_model_len_tokens: int | None = None
@@ -99,7 +101,7 @@ class MockOptions:
         for name in ("cpu_blocks", "disk_blocks"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        for name in ("cpu_load_bytes_per_s", "disk_load_bytes_per_s"):
+        for name in ("cpu_load_bytes_per_s", "disk_load_bytes_per_s", "peer_load_bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
 

@@ -213,6 +213,16 @@ def reset_prefix_cache(engine: MockEngine, connection: Connection, request: Requ
     connection.reply(response(200))
 
 
+@_route(b"POST", "/close_session")
+def close_session(engine: MockEngine, connection: Connection, request: Request) -> None:
+    """SGLang's: the session's KV loses its protection. Here it is only noted."""
+    session_id = _body(request).get("session_id")
+    if not isinstance(session_id, str):
+        raise invalid("1 validation error:\n  ('body', 'session_id'): Field required", "session_id")
+    engine.journal.closed_sessions.append(session_id)
+    connection.reply(response(200))
+
+
 # The truth.
 
 
@@ -280,6 +290,7 @@ def truth(engine: MockEngine) -> dict[str, Any]:
         "last_requests": engine.journal.requests_as_list(),
         "last_polls": engine.journal.requests_as_list(polls=True),
         "adapters": dict(engine.adapters),
+        "closed_sessions": list(engine.journal.closed_sessions),
         "faults": engine.faults.as_dict(),
     }
 
