@@ -34,6 +34,8 @@ class KvHints:
 
     def given(self) -> dict[str, Any]:
         """What differs from a request without hints."""
+        if self is NO_HINTS:
+            return {}
         return {name: value for name, value in asdict(self).items() if value != getattr(NO_HINTS, name)}
 
 
