@@ -172,7 +172,7 @@ def _explain_routes(explainer: Explainer) -> APIRouter:
 
         By default that is /v1/completions for a body with a `prompt`, else /v1/chat/completions.
         """
-        answer = await explainer.explain(path, await request.body(), dict(request.headers.raw))
+        answer = await explainer.explain(path, await request.body(), dict(reversed(request.headers.raw)))
         # ASCII, since a client's JSON may hold lone surrogates, which UTF-8 has no bytes for.
         return Response(json.dumps(answer), media_type="application/json")
 

@@ -60,6 +60,29 @@ def tokens(
     typer.echo(show_bench_tokens(result))
 
 
+@app.command()
+def decide(
+    workers: Annotated[
+        list[int] | None, typer.Option(help="Workers of a fleet; repeat for more [default: 8, 64, 512].")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="Policy by name.")] = "ttft",
+    blocks: Annotated[int, typer.Option(help="Blocks of each prompt.")] = 1000,
+    reps: Annotated[int, typer.Option(help="Decisions per stage and round.")] = 500,
+    rounds: Annotated[int, typer.Option(help="Rounds, for the spread.")] = 7,
+    json_file: JsonFile = None,
+) -> None:
+    """One decision: the look-up in the index, the price of every worker, the charge."""
+    from kvroute.loadtests.bench_decide import DecideBench, run_bench_decide, show_bench_decide
+    from kvroute.policies.registry import PolicyError
+
+    try:
+        result = run_bench_decide(DecideBench(tuple(workers or (8, 64, 512)), policy, blocks, reps, rounds))
+    except (ValueError, PolicyError) as error:
+        _fail(error)
+    _write(json_file, result)
+    typer.echo(show_bench_decide(result))
+
+
 def _fail(error: Exception) -> NoReturn:
     typer.echo(f"kvroute: {error}", err=True)
     raise typer.Exit(2)
