@@ -26,6 +26,7 @@ from kvroute.config import Config
 from kvroute.config_groups import WorkerConfig
 from kvroute.policies.base import Policy, Prices
 from kvroute.policies.registry import make_policy
+from kvroute.router.decision_log import DecisionLog
 from kvroute.router.dispatch import Dispatcher, NamedPolicy
 from kvroute.router.knowledge import NO_PROMPT, Knowledge, Prompt
 from kvroute.router.metrics import Metrics
@@ -87,7 +88,13 @@ class _Side:
         self.knowledge = Knowledge(config, self.registry, metrics)
         named = NamedPolicy(bench.policy, policy)
         self.dispatcher = Dispatcher(
-            self.registry, self.knowledge, metrics, named, budget_s=float("inf"), clock=monotonic
+            self.registry,
+            self.knowledge,
+            metrics,
+            named,
+            budget_s=float("inf"),
+            clock=monotonic,
+            decision_log=DecisionLog(0.0, bench.policy, monotonic),
         )
         self.members = [
             self.registry.add(WorkerConfig(url=f"http://10.0.{i >> 8}.{i & 255}:8000"))

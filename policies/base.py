@@ -35,7 +35,10 @@ class Policy(Protocol):
 
 @runtime_checkable
 class Prices(Protocol):
-    """A policy that can say what every candidate would cost, in seconds; same rules as `decide`."""
+    """A policy that can say what every candidate would cost, in seconds; same rules as `decide`.
+
+    It can be copied (`copy.deepcopy`): a dry run decides on a copy.
+    """
 
     def price(self, request: RequestView, fleet: Fleet) -> Sequence[Priced]:
         """All candidates, cheapest first; decides nothing and changes nothing."""

@@ -13,11 +13,12 @@ from msgspec.structs import replace
 
 from kvroute.clock import Clock
 from kvroute.conductor.index import PrefixIndex
-from kvroute.policies.base import Policy
+from kvroute.policies.base import Policy, Prices
 from kvroute.policies.costs.lengths import OutputLengths
 from kvroute.policies.costs.rates import Rate
 from kvroute.policies.pricing import FREE, price_sides
 from kvroute.policies.ties import least_loaded_index
+from kvroute.router.decision_log import DecisionLog
 from kvroute.router.errors import Failure, GatewayError, shorten
 from kvroute.router.knowledge import NO_PROMPT, Knowledge, Prompt
 from kvroute.router.metrics import Metrics
@@ -81,6 +82,7 @@ class Dispatcher:
         shadow: NamedPolicy | None = None,
         budget_s: float,
         clock: Clock,
+        decision_log: DecisionLog,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._registry = registry
@@ -91,6 +93,7 @@ class Dispatcher:
         self._patience = _Patience(policy.name, budget_s, metrics)
         self._shadow_patience = None if shadow is None else _Patience(shadow.name, budget_s, metrics)
         self._clock = clock
+        self._log = decision_log
         self._timer = timer
         self._decision_time = metrics.decision_time.of()
         self._turn = 0
@@ -130,9 +133,11 @@ class Dispatcher:
         now_s = self._clock()
         return self._fleet(request, prompt, self._registry.eligible(request.view.model, now_s), now_s)
 
-    def choose(self, request: ParsedRequest, prompt: Prompt, tried: Collection[Member] = ()) -> Choice:
+    def choose(
+        self, request: ParsedRequest, prompt: Prompt, tried: Collection[Member] = (), request_id: str = ""
+    ) -> Choice:
         """Pick a worker outside `tried` and charge it; raises GatewayError when there is none."""
-        choice = self.consider(request, prompt, tried)
+        choice = self.consider(request, prompt, tried, request_id)
         assert isinstance(choice, Choice)
         return choice
 
@@ -141,6 +146,7 @@ class Dispatcher:
         request: ParsedRequest,
         prompt: Prompt,
         tried: Collection[Member] = (),
+        request_id: str = "",
         promised_s: Mapping[str, float] | None = None,
     ) -> Choice | Hold:
         """The same, or `Hold`, which is accepted where `promised_s` is given: see `Fleet.promised_s`."""
@@ -154,6 +160,10 @@ class Dispatcher:
         if isinstance(decision, Hold):
             self._decision_time.observe(self._timer() - started)
             return decision
+        if self._log.wants():
+            policy = self._policy.policy
+            priced = policy.price(request.view, fleet) if isinstance(policy, Prices) else ()
+            self._log.decided(request_id, priced, decision)
         if isinstance(decision, Rejection):
             self._metrics.decisions.add(self._policy.name, "rejected")
             message = f"rejected by policy {self._policy.name}: {shorten(str(decision.reason))}"

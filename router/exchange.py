@@ -8,6 +8,7 @@ from msgspec import Struct
 from kvroute.clock import monotonic
 from kvroute.config import Config
 from kvroute.router.client import ClientConnection
+from kvroute.router.decision_log import DecisionLog
 from kvroute.router.dispatch import Choice, Dispatcher
 from kvroute.router.errors import REASONS, Failure, GatewayError
 from kvroute.router.heads import request_head, response_head
@@ -18,6 +19,7 @@ from kvroute.router.pacing import Pacing
 from kvroute.router.parsed_request import ParsedRequest
 from kvroute.router.request_parser import Request
 from kvroute.router.retry import RetryBudget
+from kvroute.router.terms import short_form
 from kvroute.router.token_source import GatewayTokens
 from kvroute.router.upstream import Response, StaleConnection, UpstreamConnection
 from kvroute.router.waiting import Waiting
@@ -40,6 +42,7 @@ class Services(Struct, frozen=True):
     knowledge: Knowledge
     waiting: Waiting
     pacing: Pacing
+    decision_log: DecisionLog
     tokens: GatewayTokens | None = None
 
 
@@ -83,7 +86,9 @@ class Exchange:
     async def run(self) -> None:
         """Relay one response; raises GatewayError when none came and nothing was written to the client."""
         self._prompt = await self._services.dispatcher.prepare(self._parsed)
-        choice: Choice | None = await self._services.waiting.choose(self._parsed, self._prompt)
+        choice: Choice | None = await self._services.waiting.choose(
+            self._parsed, self._prompt, self._request_id
+        )
         while choice is not None:
             choice = await self._attempt(choice)
 
@@ -100,7 +105,9 @@ class Exchange:
             try:
                 services.registry.eligible(self._parsed.view.model, monotonic(), self._tried)
                 dispatcher = services.dispatcher
-                choice = dispatcher.choose(self._parsed, self._prompt, self._tried) if budget.take() else None
+                choice = None
+                if budget.take():
+                    choice = dispatcher.choose(self._parsed, self._prompt, self._tried, self._request_id)
             except GatewayError:
                 metrics.retries_denied.add("no_other_worker")
                 return None
@@ -227,8 +234,7 @@ class Exchange:
         policy = self._services.dispatcher.policy_name
         return (
             b"x-kvroute-worker: " + choice.member.url_header,
-            f"x-kvroute-decision: {policy}; reason={decision.reason};"
-            f" matched_tokens={decision.matched_tokens}".encode(),
+            b"x-kvroute-decision: " + short_form(policy, decision),
         )
 
     def _break_off(self, error: GatewayError) -> None:
@@ -283,6 +289,7 @@ class Exchange:
             None if meter is None else meter.itl_s(usage.completion_tokens),
             choice.prediction,
         )
-        self._services.pacing.observe(member, self._parsed.view, choice.match, outcome)
+        self._services.pacing.observe(choice, self._parsed.view, outcome)
+        self._services.decision_log.ended(self._request_id, outcome)
         self._services.registry.observe(member, outcome, is_trial=choice.lease.is_trial)
         self._services.knowledge.observe(self.model_label, self._prompt, choice.match, outcome)

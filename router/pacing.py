@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING
 
+from kvroute.policies.costs.calibration import Calibration
 from kvroute.policies.costs.lengths import OutputLengths
+from kvroute.router.dispatch import Choice
 from kvroute.router.metrics import Metrics, gauge
-from kvroute.router.workers import Member, Registry
-from kvroute.types import Outcome, PrefixMatch, RequestView
+from kvroute.router.workers import Member, Registry, State, base_model
+from kvroute.types import Outcome, RequestView
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -21,37 +23,68 @@ class Pacing:
         self._registry = registry
         self._lengths = lengths
         self._metrics = metrics
+        self._calibration = Calibration()
+        registry.on_change(self._changed)
         metrics.add_source(self)
 
-    def observe(self, member: Member, request: RequestView, match: PrefixMatch, outcome: Outcome) -> None:
+    def observe(self, choice: Choice, request: RequestView, outcome: Outcome) -> None:
         """An attempt is over. Failures and refusals teach nothing."""
-        if outcome.failure is not None or outcome.status != 200 or outcome.prediction is None:
+        member = choice.member
+        if member.state is State.GONE:
             return
-        prediction = outcome.prediction
+        self._calibration.observe(
+            member.worker.id,
+            member.pace,
+            outcome,
+            _hardware_class(member),
+            charge=choice.lease.charge,
+            match=choice.match,
+            streamed=request.stream,
+        )
+        if outcome.failure is not None or outcome.status != 200:
+            return
         if outcome.completion_tokens:
             self._lengths.observe(request.model, request.tenant, outcome.completion_tokens)
+        prediction = choice.prediction
         if outcome.ttft_s is not None and request.stream and prediction.ttft_s > 0:
             self._metrics.ttft_error.of().observe(outcome.ttft_s / prediction.ttft_s)
         if outcome.itl_s is not None and prediction.itl_s > 0:
             self._metrics.itl_error.of().observe(outcome.itl_s / prediction.itl_s)
 
+    def _changed(self, member: Member) -> None:
+        if member.state is State.GONE:
+            self._calibration.forget(member.worker.id)
+        elif member.state is State.READY:
+            self._calibration.start(member.worker.id, member.pace, _hardware_class(member))
+
     def gauges(self) -> Iterator[Metric]:
-        members = list(self._registry.members.values())
-        yield gauge(
+        members = [member for member in self._registry.members.values() if member.state is State.READY]
+
+        def per_worker(name: str, help_text: str, value: Callable[[Member], float]) -> Metric:
+            return gauge(name, help_text, ("worker",), [((m.endpoint.url,), value(m)) for m in members])
+
+        yield per_worker(
             "kvroute_worker_prefill_scale",
-            "Prefill time here per prefill time of the preset, as learned.",
-            ("worker",),
-            [((m.endpoint.url,), m.pace.prefill_scale) for m in members],
+            "Prefill time on this worker per prefill time of its preset, as learned.",
+            lambda member: member.pace.prefill_scale,
         )
-        yield gauge(
+        yield per_worker(
             "kvroute_worker_decode_scale",
             "The same for decode steps.",
-            ("worker",),
-            [((m.endpoint.url,), m.pace.decode_scale) for m in members],
+            lambda member: member.pace.decode_scale,
         )
-        yield gauge(
+        yield per_worker(
             "kvroute_worker_overhead_seconds",
-            "Part of every TTFT that is neither queue nor prefill.",
-            ("worker",),
-            [((m.endpoint.url,), m.pace.overhead_s) for m in members],
+            "Part of every TTFT there that is neither queue nor prefill, as learned.",
+            lambda member: member.pace.overhead_s,
         )
+        yield per_worker(
+            "kvroute_worker_pending_prefill_seconds",
+            "Prefill of the requests there that have not given a first byte.",
+            lambda member: member.load.pending_prefill_s * member.pace.prefill_scale,
+        )
+
+
+def _hardware_class(member: Member) -> Hashable:
+    """Workers that are taken to be equally fast until they prove otherwise."""
+    return member.worker.engine, base_model(member), member.pace.speed

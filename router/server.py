@@ -24,7 +24,8 @@ from kvroute.listening import HttpServer, listen, url_of
 from kvroute.policies.registry import PolicyError, make_policy
 from kvroute.router import logs
 from kvroute.router.client import ClientConnection, ServerState
-from kvroute.router.control import make_app
+from kvroute.router.control import make_app, make_public_app
+from kvroute.router.decision_log import DecisionLog
 from kvroute.router.dispatch import Dispatcher, NamedPolicy
 from kvroute.router.exchange import Services
 from kvroute.router.explain import Explainer
@@ -91,6 +92,10 @@ class GatewayServer:
         if self._shared is not None:
             self.replicas = Replicas(self._shared, self.registry, self.knowledge.predict, self.metrics)
             self.knowledge.on_routed(self.replicas.routed)
+        decision_log = DecisionLog(
+            config.decision_log.ratio, self._policy.name, monotonic, config.decision_log.size
+        )
+        self.metrics.add_source(decision_log)
         dispatcher = Dispatcher(
             self.registry,
             self.knowledge,
@@ -99,6 +104,7 @@ class GatewayServer:
             shadow=self._shadow,
             budget_s=config.policy_budget_s,
             clock=monotonic,
+            decision_log=decision_log,
         )
         self.waiting = Waiting(
             dispatcher,
@@ -121,17 +127,23 @@ class GatewayServer:
             self.knowledge,
             self.waiting,
             Pacing(self.registry, dispatcher.lengths, self.metrics),
+            decision_log,
             self._tokens,
         )
+        explainer = Explainer(services)
         app = make_app(
             self.registry,
             self.metrics,
             draining=lambda: self._draining,
             admin_token=config.admin.token,
             decided=None if self.replicas is None else self.replicas.decided,
-            explainer=Explainer(services),
+            explainer=explainer,
+            decision_log=decision_log,
         )
-        self._gateway = Gateway(services, app)
+        public_app = make_public_app(
+            self.registry, self.metrics, draining=lambda: self._draining, explainer=explainer
+        )
+        self._gateway = Gateway(services, public_app)
         self.state = ServerState(self._gateway, config.limits, config.timeouts, sweeper, loop)
         self.metrics.add_source(self)
         for worker in config.workers:

@@ -30,6 +30,7 @@ class _Held(Struct):
 
     request: ParsedRequest
     prompt: Prompt
+    request_id: str
     answer: asyncio.Future[Choice]
 
 
@@ -55,20 +56,22 @@ class Waiting:
         registry.on_freed(self._freed)
         metrics.add_source(self)
 
-    async def choose(self, request: ParsedRequest, prompt: Prompt) -> Choice:
+    async def choose(self, request: ParsedRequest, prompt: Prompt, request_id: str) -> Choice:
         """As `Dispatcher.choose`, for a request that has just arrived; it waits for at most `limit_s`."""
         dispatcher = self._dispatcher
         dispatcher.arrived()
         if self._queue.full:
             self._metrics.holds.add("full")
-            return dispatcher.choose(request, prompt)
-        answer = dispatcher.consider(request, prompt, (), self._queue.promised_s)
-        return answer if isinstance(answer, Choice) else await self._wait(request, prompt, answer)
+            return dispatcher.choose(request, prompt, (), request_id)
+        answer = dispatcher.consider(request, prompt, (), request_id, self._queue.promised_s)
+        if isinstance(answer, Choice):
+            return answer
+        held = _Held(request, prompt, request_id, asyncio.get_running_loop().create_future())
+        return await self._wait(held, answer)
 
-    async def _wait(self, request: ParsedRequest, prompt: Prompt, hold: Hold) -> Choice:
+    async def _wait(self, held: _Held, hold: Hold) -> Choice:
         started_s = self._clock()
-        held = _Held(request, prompt, asyncio.get_running_loop().create_future())
-        ticket = self._queue.add(held, request.view, hold, started_s)
+        ticket = self._queue.add(held, held.request.view, hold, started_s)
         ended = "left"
         try:
             self._pump()
@@ -78,7 +81,7 @@ class Waiting:
                 ended = "placed" if held.answer.exception() is None else "refused"
                 return held.answer.result()
             ended = "expired"
-            return self._dispatcher.choose(request, prompt)
+            return self._dispatcher.choose(held.request, held.prompt, (), held.request_id)
         except asyncio.CancelledError:
             self._queue.remove(ticket)
             if held.answer.done() and held.answer.exception() is None:
@@ -113,7 +116,7 @@ class Waiting:
 
     def _decide(self, held: _Held, promised_s: Mapping[str, float]) -> Hold | Choice | GatewayError:
         try:
-            return self._dispatcher.consider(held.request, held.prompt, (), promised_s)
+            return self._dispatcher.consider(held.request, held.prompt, (), held.request_id, promised_s)
         except GatewayError as error:
             return error
 

@@ -145,26 +145,26 @@ class Eligible:
 class Lease:
     """The load one attempt adds to one member: charged at choice, released exactly once, always."""
 
-    __slots__ = ("_charge", "_registry", "_released", "is_trial", "member")
+    __slots__ = ("_registry", "_released", "charge", "is_trial", "member")
 
     def __init__(self, registry: Registry, member: Member, charge: Charge, is_trial: bool) -> None:
         self.member = member
         self.is_trial = is_trial
         """The one request that a half-open breaker lets through."""
         self._registry = registry
-        self._charge = charge
+        self.charge = charge
         self._released = False
 
     def first_byte(self) -> None:
         """Prefill is over; idempotent."""
-        self._charge.first_byte(self._registry.clock())
+        self.charge.first_byte(self._registry.clock())
         self._registry.freed()
 
     def release(self) -> None:
         """Idempotent; the count belongs to the incarnation, so a late release touches no newcomer."""
         if not self._released:
             self._released = True
-            self._charge.release(self._registry.clock())
+            self.charge.release(self._registry.clock())
             self._registry.released(self.member)
 
 

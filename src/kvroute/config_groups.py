@@ -220,7 +220,7 @@ class DecisionLog(Group):
     """Decisions with every candidate's terms, and what came of them: in the log and at /admin/decisions."""
 
     ratio: Annotated[float, Field(ge=0, le=1)] = Field(default=0.0, description="share of requests logged")
-    kept: Count = Field(default=256, description="decisions kept for /admin/decisions")
+    size: Count = Field(default=256, description="decisions kept for /admin/decisions")
 
 
 class PrefillConfig(Group):
