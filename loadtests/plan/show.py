@@ -54,7 +54,7 @@ def print_report(report: Report, console: Console) -> None:
     console.print(report.title, style="bold", highlight=False, markup=False)
     table = Table(box=SIMPLE_HEAD)
     for index, column in enumerate(report.columns):
-        table.add_column(column, justify="right" if index else "left")
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
     for row in report.rows:
         table.add_row(*row)
     console.print(table, highlight=False, markup=False)

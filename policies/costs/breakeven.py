@@ -10,6 +10,7 @@ still attends to every cached token.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -80,23 +81,24 @@ def breakeven_tokens(
     most_tokens: int,
     extra_s: float = 0.0,
 ) -> int | None:
-    """The shortest prefix whose load pays, up to `most_tokens`; None if none does.
+    """The length from which every prefix, up to `most_tokens`, is worth its load; None if there is none.
 
-    `load_s` of a prefix must be a straight line (set-up + bytes); `extra_s` is lookup and Q_reuse - Q_cold,
-    0 or more. The prefill saved grows with an ever steeper slope, so the gain is convex, and once above 0 it
-    stays there.
+    `extra_s` is lookup and Q_reuse - Q_cold. `load_s` of a prefix must not grow faster for a longer one
+    (set-up and bytes do not), while the prefill saved does: so the gain over length is convex, and past its
+    least value it crosses 0 once.
     """
 
-    def pays(tokens: int) -> bool:
-        return prefill_saved_s(speed, tokens, suffix_tokens) > load_s(tokens) + extra_s
+    def gain_s(tokens: int) -> float:
+        return prefill_saved_s(speed, tokens, suffix_tokens) - load_s(tokens) - extra_s
 
-    if not pays(most_tokens):
-        return None
-    low, high = 0, most_tokens
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if pays(middle) else (middle, high)
-    return high
+    def first(start: int, holds: Callable[[int], bool]) -> int:
+        return start + bisect_left(range(start, most_tokens), True, key=holds)
+
+    least = first(1, lambda tokens: gain_s(tokens + 1) >= gain_s(tokens))
+    if gain_s(least) > 0:
+        return 1
+    crossing = first(least, lambda tokens: gain_s(tokens) > 0)
+    return crossing if gain_s(crossing) > 0 else None
 
 
 def breakeven_bandwidth(payload_bytes: float, saved_s: float, fixed_s: float) -> float:

@@ -53,12 +53,12 @@ Stage = Link | float
 """A link, or seconds for the whole payload whatever its size (layout, synchronisation)."""
 
 
-def path_s(stages: Sequence[Stage], payload_bytes: float, *, overlap: Overlap, chunks: int = 1) -> float:
+def path_s(stages: Sequence[Stage], payload_bytes: float, *, overlap: Overlap, chunks: float = 1) -> float:
     """Seconds from the first byte's request until the payload, in equal chunks, is through every stage.
 
     Serial: the sum of all stages of all chunks. Pipelined: all stages of one chunk (start and tail), and the
-    slowest stage once for every further chunk. Each chunk pays the latency of each link. ValueError if there
-    is no chunk.
+    slowest stage once for every further chunk. Each chunk pays the latency of each link; a fraction of one is
+    a partial last chunk. ValueError for less than one.
     """
     if chunks < 1:
         raise ValueError(f"chunks: {chunks} is not above 0; 1 or more is expected")
@@ -70,7 +70,7 @@ def path_s(stages: Sequence[Stage], payload_bytes: float, *, overlap: Overlap, c
     return sum(chunk_s) + (chunks - 1) * max(chunk_s, default=0.0)
 
 
-def _chunk_s(stage: Stage, chunk_bytes: float, chunks: int) -> float:
+def _chunk_s(stage: Stage, chunk_bytes: float, chunks: float) -> float:
     return stage.transfer_s(chunk_bytes) if isinstance(stage, Link) else stage / chunks
 
 

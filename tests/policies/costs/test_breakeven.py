@@ -115,19 +115,49 @@ def test_attention_lets_a_slow_link_pay_for_long_prefixes() -> None:
     assert breakeven_tokens(QWEN, load_s, suffix_tokens=512, most_tokens=20_000) is None
 
 
-@given(presets, st.floats(1e9, 2e11), st.floats(0, 0.05), st.integers(1, 4096))
-def test_every_longer_prefix_pays_and_no_shorter_one(
-    speed: Speed, bytes_per_s: float, latency_s: float, suffix: int
+@given(presets, st.floats(1e9, 2e11), st.floats(0, 0.05), st.integers(1, 4096), st.floats(-0.2, 0.2))
+def test_from_the_break_even_on_every_prefix_pays_and_the_one_before_does_not(
+    speed: Speed, bytes_per_s: float, latency_s: float, suffix: int, extra_s: float
 ) -> None:
     link = Link(bytes_per_s, latency_s)
 
-    def load_s(tokens: int) -> float:
-        return link.transfer_s(tokens * speed.kv_bytes_per_token)
+    def pays(tokens: int) -> bool:
+        cost_s = link.transfer_s(tokens * speed.kv_bytes_per_token) + extra_s
+        return prefill_saved_s(speed, tokens, suffix) - cost_s > 1e-12
 
-    found = breakeven_tokens(speed, load_s, suffix_tokens=suffix, most_tokens=131_072)
-    for tokens in {1, 64, 512, 4096, 32_768, 131_072, found or 1, max(1, (found or 2) - 1)}:
-        pays = prefill_saved_s(speed, tokens, suffix) > load_s(tokens)
-        assert pays == (found is not None and tokens >= found)
+    found = breakeven_tokens(
+        speed,
+        lambda tokens: link.transfer_s(tokens * speed.kv_bytes_per_token),
+        suffix_tokens=suffix,
+        most_tokens=131_072,
+        extra_s=extra_s,
+    )
+    if found is None:
+        assert not pays(131_072)
+    else:
+        assert all(
+            pays(tokens) for tokens in (found + 1, found + 64, 2 * found, 131_072) if tokens <= 131_072
+        )
+        assert found == 1 or not pays(found - 1)
+
+
+def test_a_shorter_queue_pays_for_short_and_for_long_prefixes_but_not_for_those_between() -> None:
+    # The slow link of above, 1 ms of set-up and 5 ms saved by the queue: short prefixes ride on the queue.
+    link = Link(4.2e9, 0.001)
+
+    def gain_s(tokens: int) -> float:
+        return prefill_saved_s(QWEN, tokens, 512) - link.transfer_s(tokens * 262_144) + 0.005
+
+    found = breakeven_tokens(
+        QWEN,
+        lambda tokens: link.transfer_s(tokens * 262_144),
+        suffix_tokens=512,
+        most_tokens=200_000,
+        extra_s=-0.005,
+    )
+    assert gain_s(100) > 0 > gain_s(10_000)
+    assert found is not None
+    assert gain_s(found - 1) <= 0 < gain_s(found)
 
 
 @given(presets, st.floats(1e9, 1e11), st.floats(1.0, 10.0), st.floats(0, 0.05))
