@@ -14,7 +14,10 @@ from kvroute.router.workers import Member, State
 
 
 class SessionCloser:
-    """Sends POST /close_session, one after another; what does not fit in the queue is dropped and counted."""
+    """Sends POST /close_session, one after another.
+
+    Dropped and counted is what does not fit in the queue, and what is left for a worker that did not answer.
+    """
 
     def __init__(self, counter: Counter, timeout_s: float = 5.0, capacity: int = 1024) -> None:
         self._counter = counter
@@ -46,9 +49,17 @@ class SessionCloser:
         try:
             while self._due:
                 member, session_id = self._due.popleft()
-                self._counter.add(await self._send(member, session_id))
+                result = await self._send(member, session_id)
+                self._counter.add(result)
+                if result in ("timeout", "failed"):
+                    self._drop(member)
         finally:
             self._task = None
+
+    def _drop(self, member: Member) -> None:
+        left = [each for each in self._due if each[0] is not member]
+        self._counter.add("dropped", by=len(self._due) - len(left))
+        self._due = deque(left)
 
     async def _send(self, member: Member, session_id: str) -> str:
         if member.state is State.GONE:

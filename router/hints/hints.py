@@ -127,9 +127,10 @@ class RequestHints:
 
     def _limit_s(self, choice: Choice, timeouts: Timeouts) -> float | None:
         """For the first byte, when there is a pull that can be watched."""
-        if choice.decision.pull is None:
+        pull = choice.decision.pull
+        if pull is None:
             return None
-        limit_s = first_byte_limit_s(choice.decision, self._view, self._hints.options)
+        limit_s = first_byte_limit_s(pull, choice.prediction, self._view, self._hints.options)
         if limit_s is None or limit_s >= timeouts.first_byte_s:
             self._hints.pulls.add("unguarded")
             return None

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvroute.endpoint import Endpoint
 from kvroute.router.hints.fields import HintOptions
-from kvroute.types import Decision, Pull, RequestView
+from kvroute.types import Prediction, Pull, RequestView
 
 FACTOR = 3.0
 """Of what was expected; predictions of a first token are off by two now and then."""
@@ -24,10 +24,10 @@ def kv_source(pull: Pull, options: HintOptions) -> dict[str, Any] | None:
         return None  # each rank listens at a port of its own, and which one holds the KV is not known here
     address = options.p2p.get(pull.source.url)
     if address is None:
-        host = Endpoint.parse(pull.source.url).host
-        if options.p2p_port is None or not host:
+        endpoint = Endpoint.parse(pull.source.url)
+        if options.p2p_port is None or endpoint.unix_path is not None:
             return None
-        address = host, options.p2p_port
+        address = endpoint.host, options.p2p_port
     return {
         "kv_request_id": f"kvroute-{os.urandom(12).hex()}",
         "remote_host": address[0],
@@ -40,20 +40,19 @@ def has_p2p(url: str, options: HintOptions) -> bool:
     return url in options.p2p or options.p2p_port is not None
 
 
-def first_byte_limit_s(decision: Decision, view: RequestView, options: HintOptions) -> float | None:
+def first_byte_limit_s(
+    pull: Pull, prediction: Prediction, view: RequestView, options: HintOptions
+) -> float | None:
     """How long the first body byte of an attempt with a pull may take.
 
     None where a late pull could not be told from what else takes time: the first byte of an answer that is
     not streamed is its end, and one behind a long queue is late anyway.
     """
-    pull, cost = decision.pull, decision.cost
-    if pull is None:
-        return None
-    expected_s = pull.expected_s if cost is None else max(pull.expected_s, cost.ttft_s)
+    expected_s = pull.expected_s + prediction.ttft_s
     if not view.stream:
-        if view.max_output_tokens is None or cost is None:
+        if view.max_output_tokens is None:
             return None
-        expected_s += view.max_output_tokens * cost.itl_s
+        expected_s += view.max_output_tokens * prediction.itl_s
     if expected_s + options.pull_floor_s > options.pull_max_s:
         return None
     return min(expected_s * FACTOR + options.pull_floor_s, options.pull_max_s)

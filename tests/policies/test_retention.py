@@ -59,6 +59,13 @@ def test_a_session_is_closed_wherever_it_was_and_only_once() -> None:
     assert book.ended("s") == []
 
 
+def test_a_session_that_wanders_is_closed_where_it_was_first() -> None:
+    book = SessionBook(idle_s=600)
+    closed = [book.used("s", f"w{number}", 0.0) for number in range(SessionBook.MAX_WORKERS + 1)]
+    assert closed == [[]] * SessionBook.MAX_WORKERS + [[("s", "w0")]]
+    assert book.ended("s") == [f"w{number + 1}" for number in range(SessionBook.MAX_WORKERS)]
+
+
 def test_an_idle_session_leaves_when_another_is_used() -> None:
     book = SessionBook(idle_s=10)
     book.used("old", "a", 0.0)
