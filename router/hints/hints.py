@@ -102,8 +102,6 @@ class RequestHints:
         self._hints = hints
         self._view = view
         self._first_use = first_use
-        self.fell_back = False
-        """The last attempt began with a pull that came to nothing: its times say nothing of the worker."""
 
     async def send(self, request: Request, choice: Choice, timeouts: Timeouts, post: Post) -> Response:
         """One attempt with its hints; where it pulls and the pull is late or refused, once more without.
@@ -111,7 +109,6 @@ class RequestHints:
         Raises GatewayError as `post` does. The same request id goes out twice to one engine: those that can
         pull make an id of their own of it.
         """
-        self.fell_back = False
         limit_s = self._limit_s(choice, timeouts)
         fields = self._fields(request, choice, pulls=limit_s is not None)
         self._note(choice, fields)
@@ -121,7 +118,6 @@ class RequestHints:
         response = await self._pull(hinted, timeouts.model_copy(update={"first_byte_s": limit_s}), post)
         if response is not None:
             return response
-        self.fell_back = True
         del fields.kv[REMOTE_SOURCE]
         return await post(_with(request, fields), timeouts)
 
