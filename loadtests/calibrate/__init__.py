@@ -1,0 +1,1 @@
+"""`kvroute calibrate`: how long the steps of a live engine take, seen from outside."""
