@@ -42,8 +42,8 @@ class HintOptions(Struct, frozen=True):
     sglang: Literal["session", "priority"] = "session"
     session_idle_s: float = 600.0
     """A session that sends nothing for so long is closed."""
-    p2p: Mapping[str, tuple[str, int]] = {}
-    """By worker URL, host and port of its p2p tier, for data-parallel rank 0."""
+    p2p: Mapping[str, str] = {}
+    """By worker URL, host:port of its p2p tier."""
     p2p_port: int | None = None
     """Of all others, at the worker's own host; None: they have no such tier."""
     pull_floor_s: float = 1.0

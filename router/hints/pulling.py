@@ -27,11 +27,14 @@ def kv_source(pull: Pull, options: HintOptions) -> dict[str, Any] | None:
         endpoint = Endpoint.parse(pull.source.url)
         if options.p2p_port is None or endpoint.unix_path is not None:
             return None
-        address = endpoint.host, options.p2p_port
+        host, port = endpoint.host, options.p2p_port
+    else:
+        name, _, number = address.rpartition(":")
+        host, port = name.strip("[]"), int(number)
     return {
         "kv_request_id": f"kvroute-{os.urandom(12).hex()}",
-        "remote_host": address[0],
-        "remote_port": address[1],
+        "remote_host": host,
+        "remote_port": port,
     }
 
 
