@@ -8,7 +8,7 @@ from typing import Any
 from kvroute.loadtests.plan.choices import show_bandwidth
 from kvroute.loadtests.plan.rows import Trace
 from kvroute.loadtests.plan.show import Plot, Report, Series
-from kvroute.policies.costs.chunking import ChunkFigures, Store, check_chunk, chunk_figures
+from kvroute.policies.costs.chunking import ChunkFigures, Store, check_chunk, chunk_figures, shared_tokens
 from kvroute.policies.costs.speeds import Speed
 from kvroute.policies.costs.units import format_bytes, format_seconds
 
@@ -34,6 +34,7 @@ def plan_chunks(plan: ChunksPlan) -> tuple[Report, Plot]:
         chunk_figures(prompts, plan.trace.block_tokens, chunk, plan.store, plan.speed)
         for chunk in sorted(plan.chunks)
     ]
+    shared = shared_tokens(prompts, plan.trace.block_tokens)
     cold_s = sum(plan.speed.prefill_s(tokens) for tokens, _ in prompts) / len(prompts)
     best = min(swept, key=lambda figures: figures.ttft_mean_s)
     data = {
@@ -41,20 +42,22 @@ def plan_chunks(plan: ChunksPlan) -> tuple[Report, Plot]:
         "trace_block_tokens": plan.trace.block_tokens,
         "prompts": len(prompts),
         "input_tokens": swept[0].input_tokens,
+        "shared_tokens": shared,
         "preset": plan.preset,
         "page_tokens": plan.page_tokens,
         "link": plan.link_name,
         "ttft_mean_without_store_s": cold_s,
         "best_chunk_tokens": best.chunk_tokens,
-        "chunks": [_figures(figures) for figures in swept],
+        "chunks": [_figures(figures, shared) for figures in swept],
     }
     return _report(plan, swept, data), _plot(plan, swept, cold_s, best)
 
 
-def _figures(figures: ChunkFigures) -> dict[str, Any]:
+def _figures(figures: ChunkFigures, shared: int) -> dict[str, Any]:
     data = asdict(figures)
     for name in ("prompts", "input_tokens"):
         del data[name]
+    data["boundary_tokens"] = shared - figures.usable_tokens
     data["usable_share"] = figures.usable_tokens / figures.input_tokens
     data["tail_tokens_mean"] = figures.tail_tokens / figures.prompts
     return data
@@ -82,7 +85,7 @@ def _report(plan: ChunksPlan, swept: list[ChunkFigures], data: dict[str, Any]) -
             f"{each.hashes}",
             f"{each.rpcs}",
             f"{each.usable_tokens / each.input_tokens:.1%}",
-            f"{each.boundary_tokens / each.input_tokens:.1%}",
+            f"{(data['shared_tokens'] - each.usable_tokens) / each.input_tokens:.1%}",
             f"{each.tail_tokens / each.prompts:.0f}",
             format_seconds(each.load_mean_s),
             format_seconds(each.ttft_mean_s),

@@ -92,7 +92,7 @@ def _report(plan: QueuePlan, data: dict[str, Any]) -> Report:
             "The wait is an estimate (Pollaczek-Khinchine): Poisson arrivals, a queue for each server, "
             f"squared coefficient of variation of service {plan.service_cv2:g}. Bursts wait longer."
         )
-    return Report("Requests in flight", ("", "mean"), tuple(rows), data, tuple(notes))
+    return Report("Little's law", ("", "mean"), tuple(rows), data, tuple(notes))
 
 
 def _plot(plan: QueuePlan) -> Plot:

@@ -52,8 +52,6 @@ class ChunkFigures:
     input_tokens: int
     usable_tokens: int
     """Of prefixes found in the store, in whole chunks."""
-    boundary_tokens: int
-    """Shared with an earlier prompt, as far as the trace tells, and lost to the last chunk's boundary."""
     tail_tokens: int
     """At the ends of prompts, too few for a chunk: never stored."""
     objects: int
@@ -129,6 +127,16 @@ class StoredPrefixes:
         return reach // self._chunk_tokens * self._chunk_tokens
 
 
+def shared_tokens(prompts: Iterable[Prompt], block_tokens: int) -> int:
+    """Tokens that prompts share with earlier ones, as far as the trace tells: what no chunk size exceeds."""
+    stored = StoredPrefixes(1, block_tokens)
+    shared = 0
+    for prompt in prompts:
+        shared += stored.match(prompt)
+        stored.store(prompt)
+    return shared
+
+
 def chunk_figures(
     prompts: Iterable[Prompt], block_tokens: int, chunk_tokens: int, store: Store, speed: Prefill
 ) -> ChunkFigures:
@@ -137,8 +145,8 @@ def chunk_figures(
     `block_tokens` is the trace's resolution: sharing within a block is not seen, so for smaller chunks what
     is usable is a lower bound.
     """
-    stored, exact = (StoredPrefixes(size, block_tokens) for size in (chunk_tokens, 1))
-    input_tokens = usable = shared = tail = objects = hashes = reads = 0
+    stored = StoredPrefixes(chunk_tokens, block_tokens)
+    input_tokens = usable = tail = objects = hashes = reads = 0
     loads_s, ttfts_s = [], []
     for prompt in prompts:
         tokens = prompt[0]
@@ -151,11 +159,9 @@ def chunk_figures(
         ttfts_s.append(min(cold_s, fetched_s))
         input_tokens += tokens
         usable += found
-        shared += exact.match(prompt)
         tail += tokens % chunk_tokens
         hashes += tokens // chunk_tokens
         objects += stored.store(prompt)
-        exact.store(prompt)
     if not ttfts_s:
         raise ValueError("prompts: none; at least one is expected")
     return ChunkFigures(
@@ -163,7 +169,6 @@ def chunk_figures(
         prompts=len(ttfts_s),
         input_tokens=input_tokens,
         usable_tokens=usable,
-        boundary_tokens=shared - usable,
         tail_tokens=tail,
         objects=objects,
         stored_bytes=objects * chunk_tokens * store.bytes_per_token,

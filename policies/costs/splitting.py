@@ -208,8 +208,16 @@ def _why_not(setting: Setting, whole: Way | Saturated, split: Way | Saturated) -
         return Reason.UNBALANCED, f"no division of {setting.workers} workers keeps up, whole they do"
     if isinstance(whole, Way) and whole.residents < 1:
         return Reason.LOW_CONCURRENCY, f"{whole.residents:.1f} decodes on a worker to be disturbed"
-    if _pays(best_split(replace(setting, prompt_tokens=8 * setting.prompt_tokens))):
-        return Reason.SHORT_PROMPT, "prompts 8 times as long would pay"
+    longer = _paying_length(setting)
+    return None if longer is None else (Reason.SHORT_PROMPT, f"prompts of {longer} tokens would pay")
+
+
+def _paying_length(setting: Setting) -> int | None:
+    """The first of ever longer prompts, up to 256 times, that would pay at the same rate."""
+    for doubling in range(1, 9):
+        tokens = setting.prompt_tokens << doubling
+        if _pays(best_split(replace(setting, prompt_tokens=tokens))):
+            return tokens
     return None
 
 

@@ -16,6 +16,7 @@ from kvroute.policies.costs.chunking import (
     StoredPrefixes,
     check_chunk,
     chunk_figures,
+    shared_tokens,
 )
 from kvroute.policies.costs.links import Link, Overlap
 from kvroute.policies.costs.speeds import Speed
@@ -33,7 +34,6 @@ def test_two_prompts_by_hand() -> None:
     result = figures([(1600, [1, 2, 3, 4]), (2000, [1, 2, 5, 6])], 768)
     assert (result.prompts, result.input_tokens) == (2, 3600)
     assert result.usable_tokens == 768
-    assert result.boundary_tokens == 1024 - 768
     assert result.tail_tokens == (1600 - 1536) + (2000 - 1536)
     assert result.objects == 2 + 1
     assert result.stored_bytes == 3 * 768 * 100
@@ -45,6 +45,13 @@ def test_two_prompts_by_hand() -> None:
     assert result.load_mean_s == pytest.approx(0.0878)
     assert result.ttft_mean_s == pytest.approx((1.6 + 0.0878 + 1.232) / 2)
     assert result.ttft_p99_s == pytest.approx(1.6)
+
+
+def test_what_prompts_share_is_known_to_the_token_where_the_blocks_are_the_same() -> None:
+    # Two blocks; then all but the last token of the same prompt; then nothing.
+    assert shared_tokens([(1600, [1, 2, 3, 4]), (2000, [1, 2, 5, 6])], 512) == 1024
+    assert shared_tokens([(1600, [1, 2, 3, 4]), (1600, [1, 2, 3, 4])], 512) == 1599
+    assert shared_tokens([(1600, [1, 2, 3, 4]), (600, [5, 6])], 512) == 0
 
 
 def test_the_last_token_is_never_taken_from_the_store() -> None:
@@ -138,4 +145,4 @@ def test_a_multiple_of_a_chunk_size_never_finds_more_nor_names_more(
     assert large.objects <= small.objects
     assert large.hashes <= small.hashes
     assert large.tail_tokens >= small.tail_tokens
-    assert small.boundary_tokens >= 0
+    assert small.usable_tokens <= shared_tokens(prompts, 8)

@@ -97,6 +97,13 @@ def test_each_verdict_has_its_reason(reason: Reason, change: dict[str, object]) 
     assert verdict.pays is (reason is Reason.LIMIT)
 
 
+def test_prompts_too_short_for_a_handoff_name_a_length_that_is_not() -> None:
+    short = replace(QWEN, prompt_tokens=64, prefill_workers=1)
+    assert judge(short).detail == "prompts of 1024 tokens would pay"
+    assert not judge(best_split(replace(short, prompt_tokens=512))).pays
+    assert judge(best_split(replace(short, prompt_tokens=1024))).pays
+
+
 def test_an_unbalanced_split_names_a_better_one() -> None:
     verdict = judge(replace(QWEN, prefill_workers=2))
     assert verdict.split == Saturated("prefill workers")
