@@ -18,10 +18,12 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from kvroute import __version__
 from kvroute.clock import monotonic
 from kvroute.config import Config, ConfigError
-from kvroute.config_groups import PolicyConfig
+from kvroute.config_groups import PolicyConfig, WorkerConfig
 from kvroute.endpoint import Endpoint
 from kvroute.listening import HttpServer, listen, url_of
+from kvroute.policies.costs.pace import Pace
 from kvroute.policies.registry import PolicyError, make_policy
+from kvroute.preset_file import load_speed
 from kvroute.router import logs
 from kvroute.router.client import ClientConnection, ServerState
 from kvroute.router.control import make_app, make_public_app
@@ -83,7 +85,12 @@ class GatewayServer:
             return UpstreamPool(endpoint, config.timeouts, sweeper, loop, self._tls)
 
         self.registry = Registry(
-            make_pool, health=config.health, breaker=config.breaker, limits=config.limits, clock=monotonic
+            make_pool,
+            health=config.health,
+            breaker=config.breaker,
+            limits=config.limits,
+            clock=monotonic,
+            make_pace=self._make_pace,
         )
         self.registry.on_change(self._member_changed)
         self._prober = Prober(self.registry, config.health)
@@ -169,6 +176,13 @@ class GatewayServer:
             )
             self._admin_task = loop.create_task(self._admin.serve(sockets=[admin_socket]))
         log.info("listening", url=self.url, admin_url=self.admin_url, policy=self._policy.name)
+
+    def _make_pace(self, worker: WorkerConfig) -> Pace:
+        name = worker.speed or self._config.speed
+        if name is None:
+            return Pace()
+        speed = load_speed(name)
+        return Pace(speed, kv_tokens=speed.kv_tokens)
 
     def _make_snapshots(self) -> IndexSnapshots | None:
         path = self._config.conductor.snapshot_file

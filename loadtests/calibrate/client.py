@@ -76,8 +76,8 @@ class About:
     """Where its weights came from: a directory of its machine, or a name."""
     max_tokens: int | None
     kv_tokens: int | None
-    running: int
-    """Requests it had before anything was asked of it."""
+    prompt_tokens: int | None
+    """Of all its prompts so far; None where it does not count."""
     engine: str
     version: str
 
@@ -99,6 +99,8 @@ class Engine:
         self._key = b"" if api_key is None else b"Authorization: Bearer %b\r\n" % api_key.encode()
         self._random = random.Random(seed)
         self.model = ""
+        self.sent_tokens = 0
+        """Of all prompts that were sent."""
 
     def close(self) -> None:
         """Cut what is still open."""
@@ -109,19 +111,21 @@ class Engine:
         card = self._card(await self._models(), model)
         self.model = str(card["id"])
         limit = card.get("max_model_len")
-        metrics = await self._get("/metrics")
-        kv_tokens, running, engine = None, 0, "openai"
-        if metrics[0] == 200:
-            kv_tokens, running, engine = read_metrics(metrics[1].decode(errors="replace"))
+        metrics = await self.metrics()
         return About(
             self.model,
             str(card.get("root") or ""),
             limit if isinstance(limit, int) and limit > 0 else None,
-            kv_tokens,
-            running,
-            engine,
+            metrics.kv_tokens,
+            metrics.prompt_tokens,
+            metrics.engine,
             await self._version(),
         )
+
+    async def metrics(self) -> EngineMetrics:
+        """Of now; empty where there are none."""
+        status, body = await self._get("/metrics")
+        return read_metrics(body.decode(errors="replace") if status == 200 else "")
 
     async def stream(
         self, prompt_tokens: int, output_tokens: int, on_token: Callable[[Stream], None] | None = None
@@ -137,6 +141,7 @@ class Engine:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        self.sent_tokens += prompt_tokens
         stream = Stream(prompt_tokens)
         if on_token is not None:
             stream.on_token = partial(on_token, stream)
@@ -248,25 +253,34 @@ class Engine:
             connection.finish()
 
 
-def read_metrics(text: str) -> tuple[int | None, int, str]:
-    """Tokens of KV cache (of one rank), requests that are running, and whose metrics these are."""
-    kv_tokens, running, engine = None, 0, "openai"
+@dataclass(slots=True)
+class EngineMetrics:
+    """Whose metrics these are, tokens of KV cache (of one rank), and of all prompts so far; None: not told."""
+
+    engine: str = "openai"
+    kv_tokens: int | None = None
+    prompt_tokens: int | None = None
+
+
+def read_metrics(text: str) -> EngineMetrics:
+    """By the names of vLLM and SGLang; of what cannot be read, nothing is known."""
+    found = EngineMetrics()
     try:
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     except ValueError:
-        return None, 0, engine
+        return found
     for sample in samples:
-        name, labels = sample.name, sample.labels
-        prefix = name.partition(":")[0]
-        if prefix in ("vllm", "sglang"):
-            engine = prefix
-        if name == "vllm:cache_config_info" and kv_tokens is None:
-            kv_tokens = _kv_tokens(labels)
-        elif name == "sglang:max_total_num_tokens" and kv_tokens is None:
-            kv_tokens = int(sample.value) or None
-        elif name in ("vllm:num_requests_running", "sglang:num_running_reqs"):
-            running += int(sample.value)
-    return kv_tokens, running, engine
+        prefix, _, name = sample.name.partition(":")
+        if prefix not in ("vllm", "sglang"):
+            continue
+        found.engine = prefix
+        if name == "cache_config_info":
+            found.kv_tokens = found.kv_tokens or _kv_tokens(sample.labels)
+        elif name == "max_total_num_tokens":
+            found.kv_tokens = found.kv_tokens or int(sample.value)
+        elif name == "prompt_tokens_total":
+            found.prompt_tokens = (found.prompt_tokens or 0) + int(sample.value)
+    return found
 
 
 def _kv_tokens(labels: dict[str, str]) -> int | None:

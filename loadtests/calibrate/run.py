@@ -23,6 +23,8 @@ from kvroute.preset_file import Coefficients, Measured, PresetFile
 
 MAX_ERROR = 0.15
 """Mean error of a fit, as a share; above it something else was going on."""
+MAX_FOREIGN = 0.02
+"""Prompt tokens that the engine computed for others meanwhile, as a share of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +72,13 @@ async def calibrate_engine(wanted: Wanted, progress: Callable[[str], None]) -> C
                 f"--kv-tokens is expected"
             )
         samples = await measure(engine, about, kv_tokens, wanted.effort, progress)
+        foreign = _foreign(about, (await engine.metrics()).prompt_tokens, engine.sent_tokens)
         prefill = fit_prefill(*zip(*samples.prefill, strict=True))
         decode = fit_decode(*_columns(samples))
         if kv_bytes is None:
             kv_bytes = _engine_kv_bytes(about)
         preset = _preset(wanted, engine.endpoint.url, about, samples, prefill, decode, kv_tokens, kv_bytes)
-        return Calibrated(preset, about, samples, prefill, decode, complaint(preset, about.running))
+        return Calibrated(preset, about, samples, prefill, decode, complaint(preset, foreign))
     finally:
         engine.close()
 
@@ -153,19 +156,25 @@ def _preset(
     )
 
 
-def complaint(preset: PresetFile, running: int) -> str | None:
-    """Why a fit is not to be trusted; `running` requests of others were there at the start."""
+def _foreign(about: About, prompt_tokens: int | None, sent_tokens: int) -> float:
+    """Prompt tokens of others, as a share of ours; 0 where the engine does not count."""
+    if about.prompt_tokens is None or prompt_tokens is None:
+        return 0.0
+    return (prompt_tokens - about.prompt_tokens) / sent_tokens - 1
+
+
+def complaint(preset: PresetFile, foreign: float) -> str | None:
+    """Why a fit is not to be trusted; None when it is."""
     measured = preset.measured
     assert measured is not None
-    poor = [
+    wrong = [
         f"{name} times lie {error:.0%} off the model on average (at most {MAX_ERROR:.0%} is accepted)"
         for name, error in (("prefill", measured.prefill_error), ("decode", measured.decode_error))
         if error > MAX_ERROR
     ]
-    if not poor:
-        return None
-    why = f"it had {running} requests of others" if running else "it may be serving others"
-    return f"{measured.url}: {'; '.join(poor)}; {why}: measure an engine that is idle"
+    if foreign > MAX_FOREIGN:
+        wrong.append(f"it served others meanwhile: {foreign:.0%} more prompt tokens than were sent from here")
+    return f"{measured.url}: {'; '.join(wrong)}; measure an engine that is idle" if wrong else None
 
 
 def report(result: Calibrated) -> Report:

@@ -121,6 +121,11 @@ class BlockCache:
             book.clear()
         return True
 
+    @property
+    def has_removed(self) -> bool:
+        """Whether something was evicted since `take_removed`."""
+        return bool(self._removed)
+
     def take_removed(self) -> list[int]:
         """Keys evicted since the last call, oldest first."""
         removed, self._removed = self._removed, []

@@ -2,6 +2,7 @@
 
 Pure: no clock, no I/O. `step()` decides one step and says how long it takes; `complete()` applies it and
 says what came of it. Whoever drives it lets that time pass in between, on a real clock or a virtual one.
+On a virtual one `step` may answer a row of steps that only decode, so that nothing happens between them.
 """
 
 from __future__ import annotations
@@ -12,8 +13,14 @@ from kvroute.conductor.tiers.stack import TierStack
 from kvroute.loadtests.mock_engine.block_cache import BlockCache
 from kvroute.loadtests.mock_engine.loads import LoadQueue
 from kvroute.loadtests.mock_engine.sequences import Phase, Sequence
-from kvroute.loadtests.mock_engine.steps import Outcome, Step, Stored, Totals
-from kvroute.policies.costs.speeds import Speed
+from kvroute.loadtests.mock_engine.steps import (
+    Outcome,
+    Step,
+    StepTimes,
+    Stored,
+    Totals,
+    decode_run_s,
+)
 
 
 class Scheduler:
@@ -22,7 +29,7 @@ class Scheduler:
     def __init__(
         self,
         cache: BlockCache,
-        speed: Speed,
+        speed: StepTimes,
         block_tokens: int,
         max_batched_tokens: int = 8192,
         max_sequences: int = 256,
@@ -76,8 +83,12 @@ class Scheduler:
             self.below.clear()
         return cleared
 
-    def step(self) -> Step | None:
-        """Decide the next step; None when there is nothing to run or to wait for."""
+    def step(self, in_a_row: bool = False) -> Step | None:
+        """Decide the next step; None when there is nothing to run or to wait for.
+
+        `in_a_row`: or as many as run alike, up to the first that ends a sequence, evicts or preempts. To
+        `add` or `abort` meanwhile, `cut` the row first.
+        """
         step = Step()
         context = self._schedule_decodes(step)
         budget = self._max_batched_tokens - len(step.decodes)
@@ -89,10 +100,31 @@ class Scheduler:
                 return None
             step.duration_s = self.loading.next_s
             return step
+        if not step.prefills:
+            step.context_tokens = context
+            if in_a_row:
+                step.count = self._repeats(step)
+            step.duration_s = decode_run_s(self._speed, step.count, len(step.decodes), context)
+            return step
         attention = sum(n * (sequence.computed_tokens + n / 2) for sequence, n in step.prefills)
         tokens = sum(n for _, n in step.prefills)
         step.duration_s = self._speed.step_s(tokens, attention, len(step.decodes), context)
         return step
+
+    def cut(self, step: Step, elapsed_s: float) -> None:
+        """End a row with the step that runs `elapsed_s` after its beginning."""
+        if step.count == 1:
+            return
+        decodes, context = len(step.decodes), step.context_tokens
+        low, high = 1, step.count
+        while low < high:
+            middle = (low + high) // 2
+            if decode_run_s(self._speed, middle, decodes, context) < elapsed_s:
+                low = middle + 1
+            else:
+                high = middle
+        step.count = low
+        step.duration_s = decode_run_s(self._speed, low, decodes, context)
 
     def complete(self, step: Step) -> Outcome:
         """Apply a step whose time has passed. Sequences aborted meanwhile are skipped."""
@@ -112,13 +144,19 @@ class Scheduler:
                 sequence.phase = Phase.DECODING
                 self.decoding.append(sequence)
                 self._emit(sequence, outcome)
+        count, block_tokens = step.count, self._block_tokens
         for sequence in step.decodes:
             if sequence.phase is not Phase.DECODING:
                 continue
-            sequence.computed_tokens += 1
-            if not sequence.computed_tokens % self._block_tokens:
+            computed = sequence.computed_tokens = sequence.computed_tokens + count
+            if count > 1:
+                need = self._blocks(computed) - sequence.resident_blocks - sequence.private_blocks
+                if need > 0:
+                    self.cache.allocate(need)
+                    sequence.private_blocks += need
+            if computed % block_tokens < count and sequence.resident_blocks < len(sequence.keys):
                 self._publish(sequence, outcome)
-            self._emit(sequence, outcome)
+            self._emit(sequence, outcome, count)
         return self._settled(outcome)
 
     def admit_instantly(self) -> Outcome:
@@ -166,16 +204,43 @@ class Scheduler:
     def _schedule_decodes(self, step: Step) -> int:
         """Add a token for every decode, in order of admission; returns the context they attend to."""
         context = index = 0
+        block_tokens = self._block_tokens
         while index < min(len(self.decoding), self._max_batched_tokens):
             sequence = self.decoding[index]
+            room = (sequence.resident_blocks + sequence.private_blocks) * block_tokens
             # A full last block means the next token needs a new one. The victim is taken from behind,
             # so it has no place in this step yet.
-            if not self._grow(sequence, 1, [*self.prefilling[-1:]] or self.decoding, step):
+            if sequence.computed_tokens >= room and not self._grow(
+                sequence, 1, self.prefilling[-1:] or self.decoding, step
+            ):
                 continue
             step.decodes.append(sequence)
             context += sequence.computed_tokens
             index += 1
         return context
+
+    def _repeats(self, step: Step) -> int:
+        """How many steps in a row are like this one, which only decodes.
+
+        Nobody who waits can be let in before a sequence ends, unless a block is published that he may share.
+        """
+        decodes = step.decodes
+        if self.loading or step.preempted or self.cache.has_removed or len(decodes) < len(self.decoding):
+            return 1
+        block_tokens = self._block_tokens
+        steps = min([one.output_tokens - one.generated_tokens for one in decodes])
+        if self.waiting:
+            to_publish = [
+                block_tokens - one.computed_tokens % block_tokens
+                for one in decodes
+                if one.resident_blocks < len(one.keys)
+            ]
+            steps = min(steps, *to_publish, steps)
+        slacks = [
+            (one.resident_blocks + one.private_blocks) * block_tokens - one.computed_tokens for one in decodes
+        ]
+        growth = sum([-((slack - steps) // block_tokens) for slack in slacks if slack < steps])
+        return steps if growth <= self.cache.free_blocks else min(steps, min(slacks))
 
     def _grow(self, sequence: Sequence, tokens: int, victims: list[Sequence], step: Step) -> bool:
         """Blocks for `tokens` more, preempting the last of `victims` once when there are none."""
@@ -295,9 +360,9 @@ class Scheduler:
             sequence.resident_blocks = stop
             sequence.private_blocks -= stop - start
 
-    def _emit(self, sequence: Sequence, outcome: Outcome) -> None:
-        sequence.generated_tokens += 1
-        self.totals.generated_tokens += 1
+    def _emit(self, sequence: Sequence, outcome: Outcome, tokens: int = 1) -> None:
+        sequence.generated_tokens += tokens
+        self.totals.generated_tokens += tokens
         outcome.tokens.append(sequence)
         if sequence.generated_tokens == sequence.output_tokens:
             self.decoding.remove(sequence)

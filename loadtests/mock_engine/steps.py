@@ -3,16 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvroute.conductor.tiers.stack import TierChange
 from kvroute.loadtests.mock_engine.sequences import Sequence
 
 
+class StepTimes(Protocol):
+    """How long a step takes. One that only decodes takes a time at most quadratic in the context."""
+
+    def step_s(self, prefill_tokens: int, attention: float, decodes: int, context_tokens: float) -> float:
+        """Seconds; `attention` is the sum of n (P + n/2) over prefill chunks of n tokens after P."""
+        ...
+
+
+def decode_run_s(speed: StepTimes, steps: int, decodes: int, context_tokens: float) -> float:
+    """Seconds of so many steps that only decode, each adding a token per sequence to the context.
+
+    The sum of a quadratic over j = 0 .. n-1 is n f(m) + a n (n^2 - 1) / 12, with m = (n-1)/2 and the
+    curvature a = (f(0) - 2 f(m) + f(n-1)) / (2 m^2).
+    """
+    first_s = speed.step_s(0, 0.0, decodes, context_tokens)
+    if steps == 1:
+        return first_s
+    half = (steps - 1) / 2
+    middle_s = speed.step_s(0, 0.0, decodes, context_tokens + half * decodes)
+    last_s = speed.step_s(0, 0.0, decodes, context_tokens + (steps - 1) * decodes)
+    return steps * middle_s + (first_s - 2 * middle_s + last_s) * (steps + 1) * steps / (6 * (steps - 1))
+
+
 @dataclass(slots=True)
 class Step:
-    """What one step runs."""
+    """What one step runs, or several alike in a row that only decode."""
 
     duration_s: float = 0.0
+    """Of all of them."""
+    count: int = 1
+    context_tokens: int = 0
+    """Attended to by the decodes of the first."""
     prefills: list[tuple[Sequence, int]] = field(default_factory=list)
     """(sequence, tokens of its chunk)"""
     decodes: list[Sequence] = field(default_factory=list)
@@ -37,7 +65,7 @@ class Outcome:
     """
 
     tokens: list[Sequence] = field(default_factory=list)
-    """Each got one more token."""
+    """Each got one more token, or one for every step of a row."""
     finished: list[Sequence] = field(default_factory=list)
     stored: list[Stored] = field(default_factory=list)
     removed: list[int] = field(default_factory=list)

@@ -40,6 +40,7 @@ from kvroute.config_groups import (
     Retry,
     Seconds,
     Shutdown,
+    SpeedName,
     Timeouts,
     WorkerConfig,
 )
@@ -69,7 +70,7 @@ class Config(BaseSettings):
     shadow_policy: PolicyConfig | None = None
     policy_budget_s: Seconds = Field(default=0.005, description="a slower decision counts as an overrun")
     decision_log: DecisionLog = DecisionLog()
-    speed: str | None = Field(
+    speed: SpeedName | None = Field(
         default=None,
         description="how fast the workers are: a preset by name, or a file of `kvroute calibrate`; what is "
         "assumed at first, and corrected by their answers. Default: llama-3.1-8b-h100-tp1",

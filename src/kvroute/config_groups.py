@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from kvroute.endpoint import Endpoint
+from kvroute.preset_file import load_speed
 from kvroute.types import EngineKind
 
 Seconds = Annotated[float, Field(gt=0)]
@@ -35,6 +36,13 @@ def _lookup_address(value: str) -> str:
     return value
 
 
+def _speed(value: str) -> str:
+    load_speed(value)
+    return value
+
+
+SpeedName = Annotated[str, AfterValidator(_speed)]
+"""A preset by name, or a file that `kvroute calibrate` wrote."""
 ZmqEndpoint = Annotated[str, AfterValidator(_zmq_endpoint)]
 LookupAddress = Annotated[str, AfterValidator(_lookup_address)]
 
@@ -62,7 +70,7 @@ class WorkerConfig(Group):
     kv_events: KvEvents | None = Field(
         default=None, description="default: what the engine's /kv_event_sources says"
     )
-    speed: str | None = Field(default=None, description="as `speed` at the top, for this worker")
+    speed: SpeedName | None = Field(default=None, description="as `speed` at the top, for this worker")
     silent_tier_blocks: Annotated[int, Field(ge=0)] = Field(
         default=0,
         description="size of a CPU or disk tier that sends no events: what leaves the GPU is thought there",
