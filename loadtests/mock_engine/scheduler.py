@@ -240,7 +240,7 @@ class Scheduler:
             (one.resident_blocks + one.private_blocks) * block_tokens - one.computed_tokens for one in decodes
         ]
         growth = sum([-((slack - steps) // block_tokens) for slack in slacks if slack < steps])
-        return steps if growth <= self.cache.free_blocks else min(steps, min(slacks))
+        return steps if growth <= self.cache.free_blocks else min(steps, *slacks)
 
     def _grow(self, sequence: Sequence, tokens: int, victims: list[Sequence], step: Step) -> bool:
         """Blocks for `tokens` more, preempting the last of `victims` once when there are none."""

@@ -1,0 +1,1 @@
+"""Policies compared in virtual time: the product's own routing over simulated engines."""
