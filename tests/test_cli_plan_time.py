@@ -39,6 +39,12 @@ def test_each_command_needs_no_option_and_draws_a_picture(command: str, tmp_path
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+def test_a_table_in_a_pipe_is_not_folded_into_80_columns() -> None:
+    _, out, _ = run("chunks", "--sizes", "64")
+    heads = next(line for line in out.splitlines() if "objects" in line)
+    assert all(head in heads for head in ("lost at ends", "tail/prompt", "TTFT mean", "TTFT p99"))
+
+
 def test_bandwidths_have_units() -> None:
     # 1024 tokens of 1 MiB are 1 GiB; 200Gbps is 25 GB/s is 23.28 GiB/s.
     for bandwidth, load_ms in (("20GiB/s", 50.0), ("200Gbps", 1e3 / 23.283), ("25GB/s", 1e3 / 23.283)):

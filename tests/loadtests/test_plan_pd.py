@@ -86,6 +86,12 @@ def test_the_plot_marks_where_splitting_begins_to_pay() -> None:
     assert "tcp" not in marks
 
 
+def test_a_loss_next_to_saturation_does_not_flatten_the_other_lines() -> None:
+    _, plot = plan_pd(PLAN)
+    gains = [gain for line in plot.series for gain in line.ys]
+    assert min(gains) >= -max(gains)
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [

@@ -59,6 +59,19 @@ def test_a_whole_worker_by_hand() -> None:
     assert whole.handoff_s == 0
 
 
+def test_the_second_leg_is_part_of_the_handoff() -> None:
+    two = way(split_way(replace(HAND, second_leg_s=0.0156)))
+    assert two.handoff_s - way(split_way(HAND)).handoff_s == pytest.approx(0.0156)
+    assert two.ttft_s - way(split_way(HAND)).ttft_s == pytest.approx(0.0156)
+
+
+def test_decodes_attend_to_the_prompt_and_half_of_the_answer() -> None:
+    # 0.01 ms a token: ITL = 10 ms + R x 1050.5 x 0.01 ms and R = 2/3 x 100 x ITL.
+    setting = replace(HAND, speed=replace(PLAIN, decode_context_ms=0.01))
+    expected_s = 0.010 / (1 - 2 / 3 * 100 * 1050.5 * 0.01e-3)
+    assert way(split_way(setting)).itl_s == pytest.approx(expected_s)
+
+
 def test_a_long_prompt_stalls_decodes_one_chunk_at_a_time() -> None:
     whole = way(whole_way(replace(HAND, prompt_tokens=5000, rate_per_s=0.4, chunk_tokens=1024)))
     assert whole.itl_worst_s == pytest.approx(0.1024, rel=1e-3)
