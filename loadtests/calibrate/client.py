@@ -255,7 +255,7 @@ class Engine:
 
 @dataclass(slots=True)
 class EngineMetrics:
-    """Whose metrics these are, tokens of KV cache (of one rank), and of all prompts so far; None: not told."""
+    """Whose they are, tokens of KV cache (of one rank), and of all prompts so far; None is not told."""
 
     engine: str = "openai"
     kv_tokens: int | None = None

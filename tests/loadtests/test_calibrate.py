@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,15 +16,13 @@ from kvroute.cli_calibrate import calibrate as command
 from kvroute.loadtests.calibrate import run
 from kvroute.loadtests.calibrate.client import CalibrateError, Engine, EngineMetrics, Stream, read_metrics
 from kvroute.loadtests.calibrate.fit import fit_decode, fit_prefill, nonnegative, relative_error
-from kvroute.loadtests.calibrate.measure import Effort, decode_point
-from kvroute.loadtests.calibrate.run import Wanted, calibrate_engine, report
+from kvroute.loadtests.calibrate.measure import QUICK, Effort, decode_point
+from kvroute.loadtests.calibrate.run import Calibrated, Wanted, calibrate_engine, report
 from kvroute.loadtests.mock_engine import PRESETS, Faults, MockFleet, MockOptions
-from kvroute.policies.costs.speeds import Speed
 from kvroute.preset_file import load_speed
 
-PRESET, SPEED = "llama-3-70b-a100-tp8", 4.0
-BRIEF = Effort(2500, 3, (1, 8, 32), (8,), 1024, 16, 10.0)
-ATTEMPTS = 5
+from .virtual_time import run_virtually
+
 SHORT = Effort(1024, 1, (1, 2, 3, 4), (), 64, 40, 10.0)
 FAST = MockOptions(speed=20.0)
 
@@ -37,30 +36,38 @@ async def invoke(url: str, out: Path, *options: str) -> Result:
     return await asyncio.to_thread(CliRunner().invoke, app, arguments)
 
 
-def is_true(found: Speed, truth: Speed, factor: float) -> bool:
-    """Whether all times are within a tenth of the truth's times `factor`."""
-    times = [(found.prefill_s(n), truth.prefill_s(n)) for n in (512, 1024, 2048, 4096)]
-    times += [(found.decode_s(b, c), truth.decode_s(b, c)) for b in (1, 8, 32) for c in (500, 10_000)]
-    return all(ours == pytest.approx(theirs * factor, rel=0.1) for ours, theirs in times)
+def calibrate_virtually(options: MockOptions, monkeypatch: pytest.MonkeyPatch, **wanted: Any) -> Calibrated:
+    """Over real sockets and in virtual time."""
+
+    async def main() -> Calibrated:
+        async with MockFleet(options) as fleet:
+            return await calibrate_engine(Wanted(fleet.urls[0], QUICK, **wanted), lambda _: None)
+
+    upstream = ("kvroute.router.upstream", "kvroute.router.pool", "kvroute.router.sweeper")
+    return run_virtually(main(), monkeypatch, "kvroute.loadtests.calibrate.client", *upstream)
 
 
-async def test_a_mock_engine_is_measured_as_its_preset_says() -> None:
-    """Where other tests have the processor, a run may be disturbed; one of several is not."""
-    truth = PRESETS[PRESET]
-    options = MockOptions(preset=PRESET, speed=SPEED, step_scale=1.1)
-    async with MockFleet(options) as fleet:
-        wanted = Wanted(fleet.urls[0], BRIEF, name="mine", kv_bytes_per_token=truth.kv_bytes_per_token)
-        for _ in range(ATTEMPTS):
-            result = await calibrate_engine(wanted, lambda _: None)
-            found = result.preset.speed.speed()
-            if is_true(found, truth, 1.1 / SPEED) and result.complaint is None:
-                break
-        else:
-            pytest.fail(f"{found}, {result.complaint}, where the truth is {truth}")
+@pytest.mark.parametrize("preset", ["llama-3.1-8b-h100-tp1", "llama-3-70b-a100-tp8"])
+def test_a_mock_engine_is_measured_as_its_preset_says(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth, k = PRESETS[preset], 1.2
+    options = MockOptions(preset=preset, step_scale=k, close_idle_s=None)
+    result = calibrate_virtually(
+        options, monkeypatch, name="mine", kv_bytes_per_token=truth.kv_bytes_per_token
+    )
+    found, measured = result.preset.speed.speed(), result.preset.measured
+    for tokens in (16, 100, 512, 4096, 8192):
+        assert found.prefill_s(tokens) == pytest.approx(truth.prefill_s(tokens) * k, rel=0.1)
+    for sequences in (1, 8, 64):
+        for context in (500, 200_000):
+            expected = truth.decode_s(sequences, context) * k
+            assert found.decode_s(sequences, context) == pytest.approx(expected, rel=0.05)
+    for name in ("floor_ms", "token_ms", "decode_base_ms", "decode_sequence_ms", "decode_context_ms"):
+        assert getattr(found, name) == pytest.approx(getattr(truth, name) * k, rel=0.1), name
     assert found.kv_tokens == truth.kv_tokens // 16 * 16
     assert found.kv_bytes_per_token == truth.kv_bytes_per_token
-    measured = result.preset.measured
+    assert result.complaint is None
     assert measured is not None
+    assert measured.overhead_ms == pytest.approx(options.request_overhead_s * 1e3, rel=0.1)
     assert (measured.engine, measured.engine_version, measured.model) == ("vllm", "0.32.0", "mock")
     assert result.preset.name == "mine"
     shown = report(result)
