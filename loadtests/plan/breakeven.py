@@ -26,7 +26,7 @@ class BreakevenPlan:
     preset: str
     speed: Speed
     links: Mapping[str, Link]
-    lengths: tuple[int, ...] = (512, 2048, 8192, 32_768, 131_072)
+    lengths: tuple[int, ...] = (512, 4096, 32_768, 131_072)
     suffix_tokens: int = 512
     lookup_s: float = 0.0
     queue_cold_s: float = 0.0
@@ -127,34 +127,23 @@ def _length(plan: BreakevenPlan, link: Link, tokens: int) -> dict[str, Any]:
 
 
 def _report(plan: BreakevenPlan, data: dict[str, Any]) -> Report:
-    columns = (
-        "link",
-        "payload",
-        "set-up",
-        "pays from",
-        *(f"{tokens} tokens" for tokens in plan.lengths),
-    )
-    recompute = (
-        "(recompute)",
-        "",
-        "",
-        "",
-        *(format_seconds(prefill_saved_s(plan.speed, tokens, plan.suffix_tokens)) for tokens in plan.lengths),
-    )
-    rows = [recompute]
+    columns = ("link", "payload", "set-up", "pays from", *map(str, plan.lengths))
+    saved = [prefill_saved_s(plan.speed, tokens, plan.suffix_tokens) for tokens in plan.lengths]
+    rows = [("recompute", "", "", "", *map(format_seconds, saved))]
     for link in data["links"]:
-        shown = [
-            f"{format_seconds(each['load_ms'] / 1e3)} {'fetch' if each['fetch'] else 'recompute'}"
+        loads = [
+            format_seconds(each["load_ms"] / 1e3)
+            if each["fetch"]
+            else f"({format_seconds(each['load_ms'] / 1e3)})"
             for each in link["lengths"]
         ]
-        crossing = link["breakeven_tokens"]
         rows.append(
             (
                 link["link"],
                 show_bandwidth(link["bytes_per_s"]),
                 format_seconds(link["latency_ms"] / 1e3),
-                f"{crossing} tokens" if crossing else f"not up to {MAX_TOKENS} tokens",
-                *shown,
+                str(link["breakeven_tokens"] or f"over {MAX_TOKENS}"),
+                *loads,
             )
         )
     size = format_bytes(plan.speed.kv_bytes_per_token)
@@ -164,8 +153,9 @@ def _report(plan: BreakevenPlan, data: dict[str, Any]) -> Report:
 
 def _notes(plan: BreakevenPlan) -> tuple[str, ...]:
     notes = [
-        f"(recompute): prefill seconds a prefix saves before {plan.suffix_tokens} further tokens, which "
-        "still attend to it. Below it: the load of each link and what is sooner.",
+        "Columns are prefix lengths in tokens. recompute: prefill time that the prefix saves before "
+        f"{plan.suffix_tokens} further tokens, which still attend to it. Others: its load; (in brackets) "
+        "where computing again is sooner.",
     ]
     if plan.host_bytes_per_s is not None:
         notes.append(

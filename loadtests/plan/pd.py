@@ -143,22 +143,12 @@ def _way(way: Way | Saturated) -> dict[str, Any]:
 
 
 def _report(plan: PdPlan, data: dict[str, Any]) -> Report:
-    columns = (
-        "varied",
-        "value",
-        "whole TTFT + ITL (worst)",
-        "split",
-        "TTFT + ITL",
-        "handoff",
-        "gain",
-        "verdict",
-    )
+    columns = ("", "whole (worst), ms", "split", "split, ms", "handoff", "gain", "verdict")
     rows = tuple(
         (
-            row["varied"],
-            row["value"],
+            f"{row['varied']} {row['value']}".rstrip(),
             _show(row["whole"], worst=True),
-            f"{row['prefill_workers']}P + {row['decode_workers']}D",
+            f"{row['prefill_workers']}P+{row['decode_workers']}D",
             _show(row["split"], worst=False),
             format_seconds(row["split"]["handoff_ms"] / 1e3) if row["split"]["stable"] else "-",
             "-" if row["gain_ms"] is None else format_seconds(row["gain_ms"] / 1e3),
@@ -174,8 +164,8 @@ def _report(plan: PdPlan, data: dict[str, Any]) -> Report:
     verdict = "pays" if data["pays"] else f"does not pay, {data['reason']}"
     notes = (
         f"As given, splitting {verdict}: {data['detail']}.",
-        "Gain: seconds of E2E that a request saves by the split. Worst: the gap of a decode beside the "
-        f"longest prefill step. Less than {MODEL_ERROR:.0%} of E2E is not called a gain.",
+        "Whole and split: TTFT + ITL; worst: the gap of a decode beside the longest prefill step. Gain: E2E "
+        f"that a request saves by the split; less than {MODEL_ERROR:.0%} of E2E is not called a gain.",
         "An estimate over means: equal workers and requests, Poisson arrivals, M/G/1 waits with constant "
         "service.",
     )
@@ -185,7 +175,7 @@ def _report(plan: PdPlan, data: dict[str, Any]) -> Report:
 def _show(way: Mapping[str, Any], *, worst: bool) -> str:
     if not way["stable"]:
         return f"{way['full']} full"
-    shown = f"{format_seconds(way['ttft_ms'] / 1e3)} + {way['itl_ms']:.1f} ms"
+    shown = f"{way['ttft_ms']:.0f} + {way['itl_ms']:.1f}"
     return f"{shown} ({way['itl_worst_ms']:.0f})" if worst else shown
 
 

@@ -50,7 +50,7 @@ def breakeven(
     ] = None,
     bandwidth: Bandwidth = None,
     latency: Latency = None,
-    lengths: Annotated[str, typer.Option(help="Prefix tokens.")] = "512,2048,8192,32768,131072",
+    lengths: Annotated[str, typer.Option(help="Prefix tokens.")] = "512,4096,32768,131072",
     suffix: Annotated[int, typer.Option(help="Tokens after the prefix, computed on both ways.")] = 512,
     lookup: Annotated[str, typer.Option(help="Time to find the prefix.")] = "0",
     queue_cold: Annotated[str, typer.Option(help="Wait of the worker that recomputes.")] = "0",

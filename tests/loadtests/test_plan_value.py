@@ -85,8 +85,9 @@ def test_a_trace_without_reuse_has_nothing_to_keep() -> None:
 
 @given(st.integers(0, 2**32), st.integers(1, 10**10), st.integers(1, 10**10))
 def test_a_larger_capacity_never_holds_less(seed: int, capacity: int, more: int) -> None:
+    # Of five chats on four system prompts two share one, whatever the seed.
     plan = ValuePlan(
-        generated(seed, sessions=3), "q", PRESETS["qwen3-32b-h200-tp2"], capacity, "dram", 20e9, 20e9
+        generated(seed, sessions=5), "q", PRESETS["qwen3-32b-h200-tp2"], capacity, "dram", 20e9, 20e9
     )
     small, large = (
         plan_value(replace(plan, capacity_bytes=size))[0].data["share_in_capacity"]
