@@ -8,7 +8,7 @@ request in it and rho the share of time spent prefilling:
     + cache_weight P                what is computed here evicts, or duplicates, what others would use; less
                                     while the fleet is idle
     + delay_weight A Q P            later arrivals that wait for it
-    + decode_weight P B             decodes that it stalls
+    + stall_weight P B              requests there that it stalls, decoding now or by then
     + decode_weight N ITL/(1-rho)   its own decode life, stretched by the prefills around it
 
 A weight turns a second of another kind into a second of TTFT. Q and P come from the time model, never from
@@ -26,8 +26,11 @@ from kvroute.load import PREFILL_SHARE_TAU_S, WorkerLoad
 from kvroute.policies.costs.pace import Pace
 from kvroute.types import NO_MATCH, Cost, Fleet, PrefixMatch, RequestView, Tier
 
-MAX_PREFILL_SHARE = 0.9
-"""Of a worker's time; a higher estimate would stretch a decode life beyond reason."""
+MAX_PREFILL_SHARE = 0.6
+"""Of a worker's time. Beyond it, decodes would be kept away from the one that prefills most for good."""
+REQUEST_S = 0.002
+"""What an engine's server spends on a request before its scheduler sees it, one request after another: vLLM's
+takes some 500 a second. It is what makes a burst of equal prompts spread, whose prefill is paid but once."""
 CHUNK_TOKENS = 8192
 """Prefill tokens in one step of an engine, by vLLM's default for servers."""
 
@@ -40,6 +43,7 @@ class Weights(Struct, frozen=True, gc=False):
 
     cache: float
     delay: float
+    stall: float
     decode: float
 
     def cache_at(self, prefill_load: float) -> float:
@@ -47,7 +51,7 @@ class Weights(Struct, frozen=True, gc=False):
         return self.cache * min(1.0, prefill_load / BUSY_PREFILL_LOAD)
 
 
-FREE = Weights(0.0, 0.0, 0.0)
+FREE = Weights(0.0, 0.0, 0.0, 0.0)
 """Nothing that others lose counts: what is left is this request's own time."""
 
 
@@ -86,7 +90,8 @@ def price_sides(request: RequestView, fleet: Fleet, weights: Weights, paces: Seq
     promised = fleet.promised_s or [0.0] * len(paces)
     last = prompt - 1 if prompt else 0
     own_weight = 1 + weights.cache_at(fleet.prefill_load)
-    delay_weight, decode_weight = weights.delay * fleet.arrivals_per_s, weights.decode
+    delay_weight = weights.delay * fleet.arrivals_per_s
+    stall_weight, decode_weight = weights.stall, weights.decode
     sides = []
     for load, pace, match, promised_s in zip(fleet.loads, paces, matches, promised, strict=True):
         speed, scale = pace.speed, pace.prefill_scale
@@ -113,6 +118,7 @@ def price_sides(request: RequestView, fleet: Fleet, weights: Weights, paces: Seq
         step_scale = pace.decode_scale / 1e3
         queue_s = (promised_s + load.others_prefill_s) * scale
         if prefilling:
+            queue_s += prefilling * REQUEST_S
             done_s = (now_s - load.head_since_s) / scale
             head_s = load.head_prefill_s
             queue_s += (load.pending_prefill_s - (done_s if done_s < head_s else head_s)) * scale
@@ -142,7 +148,7 @@ def price_sides(request: RequestView, fleet: Fleet, weights: Weights, paces: Seq
         if load_s:
             load_s = load_s - queue_s if load_s > queue_s else 0.0
         delay_s = delay_weight * queue_s * prefill_s
-        stall_s = decode_weight * prefill_s * requests
+        stall_s = stall_weight * prefill_s * requests
         life_s = decode_weight * output * itl_s
         sides.append(
             Side(

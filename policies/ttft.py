@@ -58,7 +58,8 @@ class Ttft:
     @dataclass(frozen=True, slots=True)
     class Options:
         cache_weight: Weight = 2.0
-        delay_weight: Weight = 1.0
+        delay_weight: Weight = 0.1
+        stall_weight: Weight = 0.4
         decode_weight: Weight = 0.2
         hold: bool = True
         age_weight: Weight = 30.0
@@ -70,7 +71,9 @@ class Ttft:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._weights = Weights(options.cache_weight, options.delay_weight, options.decode_weight)
+        self._weights = Weights(
+            options.cache_weight, options.delay_weight, options.stall_weight, options.decode_weight
+        )
         self._limits = Limits(options.ttft_limit_s, options.itl_limit_s, options.e2e_limit_s)
         self._turn = -1
 

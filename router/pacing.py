@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING
 
+from kvroute.clock import Clock, monotonic
 from kvroute.policies.costs.calibration import Calibration
 from kvroute.policies.costs.lengths import OutputLengths
 from kvroute.router.dispatch import Choice
@@ -16,11 +17,21 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 
+IDLE_S = 60.0
+"""After so long without an answer, a worker is priced like its class again."""
+LOOK_EVERY_S = 5.0
+
+
 class Pacing:
     """Holds every outcome against what was predicted of it, and corrects what predicts the next."""
 
-    def __init__(self, registry: Registry, lengths: OutputLengths, metrics: Metrics) -> None:
+    def __init__(
+        self, registry: Registry, lengths: OutputLengths, metrics: Metrics, clock: Clock = monotonic
+    ) -> None:
         self._registry = registry
+        self._clock = clock
+        self._looked_s = clock()
+        self._answered_s: dict[str, float] = {}
         self._lengths = lengths
         self._metrics = metrics
         self._calibration = Calibration()
@@ -41,19 +52,33 @@ class Pacing:
             match=choice.match,
             streamed=request.stream,
         )
+        now_s = self._clock()
+        self._answered_s[member.worker.id] = now_s
+        if now_s - self._looked_s > LOOK_EVERY_S:
+            self._look_after_idle(now_s)
         if outcome.failure is not None or outcome.status != 200:
             return
         if outcome.completion_tokens:
-            self._lengths.observe(request.model, request.tenant, outcome.completion_tokens)
+            self._lengths.observe(
+                request.model, request.tenant, outcome.completion_tokens, request.max_output_tokens
+            )
         prediction = choice.prediction
         if outcome.ttft_s is not None and request.stream and prediction.ttft_s > 0:
             self._metrics.ttft_error.of().observe(outcome.ttft_s / prediction.ttft_s)
         if outcome.itl_s is not None and prediction.itl_s > 0:
             self._metrics.itl_error.of().observe(outcome.itl_s / prediction.itl_s)
 
+    def _look_after_idle(self, now_s: float) -> None:
+        """Give workers that are thought to be slow, and are not asked for that, another chance."""
+        self._looked_s = now_s
+        for worker_id, answered_s in self._answered_s.items():
+            if now_s - answered_s > IDLE_S:
+                self._calibration.retry(worker_id)
+
     def _changed(self, member: Member) -> None:
         if member.state is State.GONE:
             self._calibration.forget(member.worker.id)
+            self._answered_s.pop(member.worker.id, None)
         elif member.state is State.READY:
             self._calibration.start(member.worker.id, member.pace, _hardware_class(member))
 
@@ -78,6 +103,20 @@ class Pacing:
             "Part of every TTFT there that is neither queue nor prefill, as learned.",
             lambda member: member.pace.overhead_s,
         )
+        for of in ("ttft", "itl"):
+            known = [(m, errors) for m in members if (errors := self._calibration.errors(m.worker.id))]
+            yield gauge(
+                f"kvroute_worker_{of}_prediction_error",
+                f"Mean absolute error of the last {of.upper()} predictions, as a share of the actual.",
+                ("worker",),
+                [((m.endpoint.url,), getattr(errors, of).absolute) for m, errors in known],
+            )
+            yield gauge(
+                f"kvroute_worker_{of}_prediction_bias",
+                "The same with its sign: above 0, too much was predicted.",
+                ("worker",),
+                [((m.endpoint.url,), getattr(errors, of).bias) for m, errors in known],
+            )
         yield per_worker(
             "kvroute_worker_pending_prefill_seconds",
             "Prefill of the requests there that have not given a first byte.",

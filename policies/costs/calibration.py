@@ -19,9 +19,9 @@ from kvroute.types import NO_MATCH, Outcome, PrefixMatch
 
 WORKER_ANSWERS, CLASS_ANSWERS = 50.0, 100.0
 """How many of the last answers count, of one worker and of a class."""
-APART = 0.15
+APART = 0.4
 """A worker that differs by more (a logarithm), beyond its own uncertainty, is priced by its own answers."""
-ALIKE = 0.08
+ALIKE = 0.2
 """One that differs by less is like its class again."""
 REPRICE = 0.04
 """A class's workers are priced anew when its estimate has moved so far."""
@@ -158,6 +158,17 @@ class Calibration:
             del peers.members[worker_key]
             peers.adopt()
             self._drop_classes()
+
+    def retry(self, worker_key: Hashable) -> None:
+        """Forget what set a worker apart, and price it like its class.
+
+        Else one that was slow for a while, and is asked no more for that, could never show that it is not.
+        """
+        if not self.follows_class(worker_key) and worker_key in self._class_of:
+            peers = self._classes[self._class_of[worker_key]]
+            member = peers.members[worker_key]
+            member.estimate, member.follows = None, True
+            member.follow(peers.price)
 
     def errors(self, worker_key: Hashable) -> Errors | None:
         """How good the last predictions for a worker were; None for one that is not there."""

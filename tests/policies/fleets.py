@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from kvroute.load import WorkerLoad
 from kvroute.policies.costs.pace import Pace
 from kvroute.policies.costs.speeds import Speed
+from kvroute.policies.pricing import REQUEST_S
 from kvroute.types import NO_MATCH, Fleet, PrefixMatch, Role, Worker
 
 
@@ -41,7 +42,7 @@ class Node(NamedTuple):
     """One worker of a priced fleet, at time 0."""
 
     queue_s: float = 0.0
-    """Prefill pending, none of it done."""
+    """Wait before the prefill, for one request that has made no progress."""
     decoding: int = 0
     cached: int | PrefixMatch = 0
     """Prompt tokens in its GPU, confirmed."""
@@ -61,7 +62,8 @@ def priced_fleet(*nodes: Node, names: str = "abcdefghijklmnop", **fields: Any) -
             load.charge(0.0, prompt_tokens=node.kv_tokens // node.decoding).first_byte(0.0)
         if node.queue_s:
             tokens = int(node.queue_s * 1e3 / node.speed.token_ms)
-            load.charge(0.0, prefill_s=node.queue_s, uncached_tokens=tokens, prompt_tokens=tokens)
+            queue_s = node.queue_s - REQUEST_S / node.scale
+            load.charge(0.0, prefill_s=queue_s, uncached_tokens=tokens, prompt_tokens=tokens)
         cached = node.cached
         workers.append(Worker(name, f"http://{name}:8000", node.role))
         loads.append(load)

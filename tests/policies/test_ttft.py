@@ -17,7 +17,7 @@ from kvroute.policies.ttft import Ttft
 from kvroute.types import Decision, Fleet, Hold, PrefixMatch, Rejection, RequestView, Role
 from tests.policies.fleets import PLAIN, Node, in_gpu, priced_fleet
 
-OWN_TIME = {"cache_weight": 0.0, "delay_weight": 0.0, "decode_weight": 0.0}
+OWN_TIME = {"cache_weight": 0.0, "delay_weight": 0.0, "stall_weight": 0.0, "decode_weight": 0.0}
 """Only what the request itself waits for."""
 
 
@@ -64,7 +64,7 @@ def test_every_term_by_hand() -> None:
     """2000 uncached tokens behind half a second, one request decoding, 0.4 arrivals a second."""
     fleet = priced_fleet(Node(queue_s=0.5, decoding=1, cached=1000), arrivals_per_s=0.4, prefill_load=0.15)
     fleet = msgspec.structs.replace(fleet, output_tokens=100.0)
-    options = {"cache_weight": 4.0, "delay_weight": 3.0, "decode_weight": 0.5}
+    options = {"cache_weight": 4.0, "delay_weight": 3.0, "stall_weight": 0.25, "decode_weight": 0.5}
     (priced,) = policy(**options).price(RequestView(prompt_tokens=3000), fleet)
     cost = priced.cost
     decode_in_step_s = 0.1e-3  # the running decode adds a token to the one step of 5000 + 2000 tokens
@@ -72,7 +72,7 @@ def test_every_term_by_hand() -> None:
     assert cost.prefill_s == pytest.approx(0.2)
     assert cost.cache_s == pytest.approx(4 * 0.2 / 2), "half the load from which on it counts in full"
     assert cost.delay_s == pytest.approx(3 * 0.4 * cost.queue_wait_s * 0.2)
-    assert cost.stall_s == pytest.approx(0.5 * 0.2 * 2)
+    assert cost.stall_s == pytest.approx(0.25 * 0.2 * 2)
     assert cost.decode_s == pytest.approx(0.5 * 100 * 0.01)
     assert cost.itl_s == pytest.approx(0.01)
     assert cost.total_s == pytest.approx(
@@ -269,7 +269,7 @@ def test_it_waits_for_a_worker_with_a_step_s_worth_of_prefill() -> None:
 def test_it_waits_where_somebody_held_goes_first_unless_another_is_cheaper() -> None:
     busy = [Node(), Node(queue_s=0.6)]
     assert isinstance(decide(priced_fleet(*busy, promised_s=[0.5, 0.0], may_hold=True)), Hold)
-    decision = decide(priced_fleet(*busy, promised_s=[0.7, 0.0], may_hold=True))
+    decision = decide(priced_fleet(*busy, promised_s=[1.0, 0.0], may_hold=True))
     assert decision.candidate.prefill.id == "b"
 
 
