@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvroute.loadtests.mock_engine.steps import StepTimes
 from kvroute.policies.costs.pace import Pace
@@ -14,9 +14,9 @@ class Setting:
     """A fleet of equal engines. Validated once; errors name the field."""
 
     workers: int = 8
-    preset: str = "qwen3-32b-h200-tp2"
+    speed: Speed = PRESETS["qwen3-32b-h200-tp2"]
     scale: float = 1.1
-    """k of the preset's platform."""
+    """k of the platform."""
     offset_ms: float = 0.0
     """o of it, added to every step."""
     kv_tokens: int = 750_000
@@ -40,13 +40,9 @@ class Setting:
     in_a_row: bool = True
     """Decode steps in one go; only tests do without."""
     step_times: StepTimes | None = None
-    """Replaces the preset in the engines, not in the router."""
-
-    speed: Speed = field(init=False)
+    """Replaces `speed` in the engines, not in the router."""
 
     def __post_init__(self) -> None:
-        if self.preset not in PRESETS:
-            raise ValueError(f"preset: unknown {self.preset!r}; known: {', '.join(PRESETS)}")
         for name in ("workers", "kv_tokens", "block_tokens", "max_batched_tokens", "max_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -60,7 +56,6 @@ class Setting:
             raise ValueError(
                 f"kv_tokens must hold a block of {self.block_tokens} tokens at least, got {self.kv_tokens}"
             )
-        object.__setattr__(self, "speed", PRESETS[self.preset])
 
     @property
     def engine_times(self) -> StepTimes:
