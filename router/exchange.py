@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import structlog
 from msgspec import Struct
 
 from kvroute.clock import monotonic
 from kvroute.config import Config
+from kvroute.config_groups import Timeouts
 from kvroute.router.client import ClientConnection
 from kvroute.router.decision_log import DecisionLog
 from kvroute.router.dispatch import Choice, Dispatcher
 from kvroute.router.errors import REASONS, Failure, GatewayError
 from kvroute.router.heads import request_head, response_head
+from kvroute.router.hints.hints import Hints, RequestHints
 from kvroute.router.knowledge import NO_PROMPT, Knowledge, Prompt
 from kvroute.router.meter import NO_USAGE, Meter, Usage
 from kvroute.router.metrics import Metrics
@@ -44,6 +48,7 @@ class Services(Struct, frozen=True):
     pacing: Pacing
     decision_log: DecisionLog
     tokens: GatewayTokens | None = None
+    hints: Hints | None = None
 
 
 class Exchange:
@@ -72,6 +77,7 @@ class Exchange:
         self._connection: UpstreamConnection | None = None
         self._meter: Meter | None = None
         self._may_append = False
+        self._hints: RequestHints | None = None
         self.status = 0
         """Status of the response that was begun; 0 before."""
         model = parsed.view.model
@@ -89,6 +95,8 @@ class Exchange:
         choice: Choice | None = await self._services.waiting.choose(
             self._parsed, self._prompt, self._request_id
         )
+        if self._services.hints is not None:
+            self._hints = self._services.hints.of(self._parsed.view, self._prompt)
         while choice is not None:
             choice = await self._attempt(choice)
 
@@ -130,7 +138,7 @@ class Exchange:
         failure: str | None = None
         usage = NO_USAGE
         try:
-            response = await self._send(choice.member, choice.match.dp_rank)
+            response = await self._send(choice)
             status = response.status
             if status >= 500:
                 failure = f"status_{status if status in REASONS else OTHER}"
@@ -154,24 +162,37 @@ class Exchange:
         return None
 
     def _end_attempt(self, choice: Choice, status: int | None, failure: str | None, usage: Usage) -> None:
-        if self._connection is not None:
-            self._connection.finish()
-            self._connection = None
+        self._finish_connection()
+        if self._hints is not None:
+            self._hints.ended()
         try:
             self._record(choice, status, failure, usage)
         finally:
             choice.lease.release()  # last: a removed worker is forgotten with its last lease, series and all
 
-    async def _send(self, member: Member, dp_rank: int | None) -> Response:
+    def _finish_connection(self) -> None:
+        if self._connection is not None:
+            self._connection.finish()
+            self._connection = None
+
+    async def _send(self, choice: Choice) -> Response:
+        """Send to the chosen worker, with hints where there are any; then twice when a pull is late."""
+        request, timeouts = self._request, self._services.config.timeouts
+        if self._hints is None:
+            return await self._post(choice, request, timeouts)
+        return await self._hints.send(request, choice, timeouts, partial(self._post, choice))
+
+    async def _post(self, choice: Choice, request: Request, timeouts: Timeouts) -> Response:
         """Send on a pooled connection if there is one; if that has gone stale, once more on a fresh one."""
-        request, services = self._request, self._services
-        head = request_head(request, member, services.config, self._request_id, dp_rank)
+        services, member = self._services, choice.member
+        self._finish_connection()
+        head = request_head(request, member, services.config, self._request_id, choice.match.dp_rank)
         connection = member.pool.take_idle()
         while True:
             self._connection = connection = connection or await member.pool.connect()
             try:
                 return await connection.send(
-                    head, request.body, request.method == b"HEAD", services.config.timeouts, self._deadline_s
+                    head, request.body, request.method == b"HEAD", timeouts, self._deadline_s
                 )
             except StaleConnection:
                 services.metrics.stale.add()
@@ -289,7 +310,8 @@ class Exchange:
             None if meter is None else meter.itl_s(usage.completion_tokens),
             choice.prediction,
         )
-        self._services.pacing.observe(choice, self._parsed.view, outcome)
+        if choice.decision.pull is None:  # what a pull took is not what the worker takes
+            self._services.pacing.observe(choice, self._parsed.view, outcome)
         self._services.decision_log.ended(self._request_id, outcome)
         self._services.registry.observe(member, outcome, is_trial=choice.lease.is_trial)
         self._services.knowledge.observe(self.model_label, self._prompt, choice.match, outcome)
