@@ -5,11 +5,12 @@ B the requests that are there, A arrivals per second, N the expected output, ITL
 request in it and rho the share of time spent prefilling:
 
     max(Q, L) + P                   this request's own time to first token
-    + cache_weight P                what is computed here evicts, or duplicates, what others would use; less
-                                    while the fleet is idle
+    + cache_weight P min(1, rho/r)  what is computed here evicts, or duplicates, what others would use; less
+                                    on a worker with time to spare
     + delay_weight A Q P            later arrivals that wait for it
     + stall_weight P B              requests there that it stalls, decoding now or by then
     + decode_weight N ITL/(1-rho)   its own decode life, stretched by the prefills around it
+    + decode_weight N/2 B dITL      what it adds to every step of those decoding there, for the rest of theirs
 
 A weight turns a second of another kind into a second of TTFT. Q and P come from the time model, never from
 token counts alone; the decode life is what makes prefills gather on some workers and decodes on others.
@@ -34,8 +35,8 @@ takes some 500 a second. It is what makes a burst of equal prompts spread, whose
 CHUNK_TOKENS = 8192
 """Prefill tokens in one step of an engine, by vLLM's default for servers."""
 
-BUSY_PREFILL_LOAD = 0.3
-"""Share of time spent prefilling from which on the cache counts in full."""
+BUSY_PREFILL_SHARE = 0.15
+"""Share of time spent prefilling from which on the cache counts in full: r."""
 
 
 class Weights(Struct, frozen=True, gc=False):
@@ -45,10 +46,6 @@ class Weights(Struct, frozen=True, gc=False):
     delay: float
     stall: float
     decode: float
-
-    def cache_at(self, prefill_load: float) -> float:
-        """The cache's weight at this load: with time to spare, little is lost by computing again."""
-        return self.cache * min(1.0, prefill_load / BUSY_PREFILL_LOAD)
 
 
 FREE = Weights(0.0, 0.0, 0.0, 0.0)
@@ -66,11 +63,12 @@ class Side(Struct, frozen=True, gc=False):
     load_s: float
     """Beyond the queue."""
     prefill_s: float
+    cache_s: float
     delay_s: float
     stall_s: float
     room_s: float
     """Wait for KV room before it can decode there."""
-    life_s: float
+    decode_s: float
     itl_s: float
     """Mean time between tokens, when decode begins, the prefills between them included."""
     cached_tokens: int
@@ -80,7 +78,7 @@ class Side(Struct, frozen=True, gc=False):
     """In seconds of the preset."""
 
 
-def price_sides(request: RequestView, fleet: Fleet, weights: Weights, paces: Sequence[Pace]) -> list[Side]:  # noqa: PLR0915
+def price_sides(request: RequestView, fleet: Fleet, weights: Weights, paces: Sequence[Pace]) -> list[Side]:  # noqa: PLR0912, PLR0915
     """Terms of every worker, parallel to `fleet.workers`.
 
     One long loop: a call per worker would double what a decision costs.
@@ -89,7 +87,7 @@ def price_sides(request: RequestView, fleet: Fleet, weights: Weights, paces: Seq
     matches = fleet.matches or [NO_MATCH] * len(paces)
     promised = fleet.promised_s or [0.0] * len(paces)
     last = prompt - 1 if prompt else 0
-    own_weight = 1 + weights.cache_at(fleet.prefill_load)
+    cache_weight = weights.cache
     delay_weight = weights.delay * fleet.arrivals_per_s
     stall_weight, decode_weight = weights.stall, weights.decode
     sides = []
@@ -149,18 +147,23 @@ def price_sides(request: RequestView, fleet: Fleet, weights: Weights, paces: Seq
             load_s = load_s - queue_s if load_s > queue_s else 0.0
         delay_s = delay_weight * queue_s * prefill_s
         stall_s = stall_weight * prefill_s * requests
-        life_s = decode_weight * output * itl_s
+        cache_s = cache_weight * prefill_s
+        if share < BUSY_PREFILL_SHARE:
+            cache_s *= share / BUSY_PREFILL_SHARE
+        added_ms = speed.decode_sequence_ms + speed.decode_context_ms * (prompt + output / 2)
+        decode_s = decode_weight * output * (itl_s + added_ms * step_scale * decodes / 2)
         sides.append(
             Side(
-                queue_s + load_s + own_weight * prefill_s + delay_s + stall_s,
-                room_s + life_s,
+                queue_s + load_s + prefill_s + cache_s + delay_s + stall_s,
+                room_s + decode_s,
                 queue_s,
                 load_s,
                 prefill_s,
+                cache_s,
                 delay_s,
                 stall_s,
                 room_s,
-                life_s,
+                decode_s,
                 itl_s,
                 cached,
                 loaded,
@@ -205,21 +208,18 @@ def _prefill_s(pace: Pace, prompt_tokens: int, cached: int) -> float:
     return pace.speed.marginal_prefill_s(max(prompt_tokens - cached, 1), cached) * pace.prefill_scale
 
 
-def cost_of(side: Side, cache_weight: float, decode: Side | None = None, handoff_s: float = 0.0) -> Cost:
-    """The price of one candidate: `side` does it all, or the prefill with `decode` going on after it.
-
-    `cache_weight` as of `Weights.cache_at`.
-    """
+def cost_of(side: Side, decode: Side | None = None, handoff_s: float = 0.0) -> Cost:
+    """The price of one candidate: `side` does it all, or the prefill with `decode` going on after it."""
     decoder = decode or side
     return Cost(
         queue_wait_s=side.queue_s + decoder.room_s,
         load_s=side.load_s,
         prefill_s=side.prefill_s,
         handoff_s=handoff_s,
-        cache_s=cache_weight * side.prefill_s,
+        cache_s=side.cache_s,
         delay_s=side.delay_s,
         stall_s=side.stall_s,
-        decode_s=decoder.life_s,
+        decode_s=decoder.decode_s,
         itl_s=decoder.itl_s,
     )
 

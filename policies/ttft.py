@@ -58,7 +58,7 @@ class Ttft:
     @dataclass(frozen=True, slots=True)
     class Options:
         cache_weight: Weight = 2.0
-        delay_weight: Weight = 0.1
+        delay_weight: Weight = 0.05
         stall_weight: Weight = 0.4
         decode_weight: Weight = 0.2
         hold: bool = True
@@ -99,14 +99,13 @@ class Ttft:
         paces = fleet.paces or [DEFAULT_PACE] * len(fleet.workers)
         sides = price_sides(request, fleet, self._weights, paces)
         limits = self._limits_of(request)
-        cache_weight = self._weights.cache_at(fleet.prefill_load)
         priced = []
         for choice in _candidates(request, fleet, paces, sides, limits):
             side = sides[choice.prefill]
             priced.append(
                 Priced(
                     Candidate(fleet.workers[choice.prefill], fleet.workers[choice.decode]),
-                    cost_of(side, cache_weight, sides[choice.decode], choice.handoff_s),
+                    cost_of(side, sides[choice.decode], choice.handoff_s),
                     side.cached_tokens,
                     side.loaded_tokens,
                     choice.broken,
@@ -183,7 +182,6 @@ class Ttft:
         choice: _Choice,
     ) -> Decision:
         side = sides[choice.prefill]
-        cache_weight = self._weights.cache_at(fleet.prefill_load)
         longest = max(each.cached_tokens for each in sides)
         if choice.prefill != choice.decode:
             reason = "split"
@@ -198,7 +196,7 @@ class Ttft:
             Candidate(fleet.workers[choice.prefill], fleet.workers[choice.decode]),
             reason,
             side.cached_tokens,
-            cost_of(side, cache_weight, sides[choice.decode], choice.handoff_s),
+            cost_of(side, sides[choice.decode], choice.handoff_s),
             not fleet.matches or side.loaded_tokens > 0 or not _has_lower(fleet, choice.prefill),
             pull,
         )

@@ -101,7 +101,6 @@ class Dispatcher:
             getattr(each.policy, "needs_active_keys", False) for each in (policy, shadow) if each is not None
         )
         self._arrivals = Rate()
-        self._prefill_work = Rate()
         self.lengths = OutputLengths()
         self._reasons: set[str] = set()
         self.needs_prefix = policy.policy.needs_prefix or (shadow is not None and shadow.policy.needs_prefix)
@@ -199,7 +198,6 @@ class Dispatcher:
         prediction = Prediction(
             ttft_s + pace.overhead_s, side.itl_s, ttft_s / pace.prefill_scale, side.itl_s / pace.decode_scale
         )
-        self._prefill_work.add(now_s, raw_s * pace.prefill_scale)
         lease = self._registry.charge(
             member,
             now_s,
@@ -241,7 +239,6 @@ class Dispatcher:
             eligible.paces,
             self.lengths.expect(view.model, view.tenant, view.max_output_tokens),
             self._arrivals.per_s(now_s) / len(workers),
-            self._prefill_work.per_s(now_s) / len(workers),
             [promised_s.get(id_, 0.0) for id_ in eligible.ids] if promised_s else (),
             promised_s is not None,
         )

@@ -56,6 +56,9 @@ class Waiting:
         registry.on_freed(self._freed)
         metrics.add_source(self)
 
+    def __len__(self) -> int:
+        return len(self._queue)
+
     async def choose(self, request: ParsedRequest, prompt: Prompt, request_id: str) -> Choice:
         """As `Dispatcher.choose`, for a request that has just arrived; it waits for at most `limit_s`."""
         dispatcher = self._dispatcher

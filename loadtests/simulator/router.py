@@ -82,7 +82,6 @@ class Router(Generic[T]):
         self._clock = clock
         self._predicts = predicts
         self._arrivals = Rate()
-        self._prefill_work = Rate()
         self._queue: HoldQueue[Ask[T]] = HoldQueue(hold_limit)
 
     @property
@@ -153,7 +152,6 @@ class Router(Generic[T]):
             self._paces,
             self.lengths.expect(ask.view.model, ask.view.tenant, ask.view.max_output_tokens),
             self._arrivals.per_s(now_s) / count,
-            self._prefill_work.per_s(now_s) / count,
             [promised_s.get(id_, 0.0) for id_ in ids] if promised_s else (),
             promised_s is not None,
         )
@@ -168,7 +166,6 @@ class Router(Generic[T]):
             fleet.now_s, (chosen,), (load,), (match,), paces=(pace,), output_tokens=fleet.output_tokens
         )
         side = price_sides(ask.view, one, FREE, one.paces)[0]
-        self._prefill_work.add(fleet.now_s, side.prefill_s)
         prompt_tokens = ask.view.prompt_tokens
         charge = load.charge(
             fleet.now_s,

@@ -159,8 +159,6 @@ class Fleet(Struct, frozen=True, gc=False):
     """Expected output of this request."""
     arrivals_per_s: float = 0.0
     """Requests that arrive for each worker, of late."""
-    prefill_load: float = 0.0
-    """Prefill seconds that are sent to each worker per second, of late."""
     promised_s: Sequence[float] = ()
     """Prefill seconds of held requests that go before this one, by the worker each waits for; parallel to
     `workers`, empty when none is held."""
@@ -196,9 +194,9 @@ class Cost(Struct, frozen=True, gc=False):
     delay_s: float = 0.0
     """To others: arrivals that this prefill will delay."""
     stall_s: float = 0.0
-    """To others: decodes that this prefill stalls."""
+    """To others: requests there that this prefill stalls."""
     decode_s: float = 0.0
-    """This request's own decode life, stretched by the prefills around it."""
+    """Of this request's own decode life, and of what it adds to the steps of others."""
     itl_s: float = 0.0
     """Predicted time between tokens, when decode begins. No part of the sum."""
 

@@ -61,20 +61,26 @@ def test_the_hot_cache_wins_once_its_queue_is_short() -> None:
 
 
 def test_every_term_by_hand() -> None:
-    """2000 uncached tokens behind half a second, one request decoding, 0.4 arrivals a second."""
-    fleet = priced_fleet(Node(queue_s=0.5, decoding=1, cached=1000), arrivals_per_s=0.4, prefill_load=0.15)
+    """2000 uncached tokens behind half a second, two requests decoding, 0.4 arrivals a second."""
+    growing = replace(PLAIN, decode_context_ms=0.001)
+    node = Node(queue_s=0.5, decoding=2, cached=1000, kv_tokens=8000, speed=growing)
+    fleet = priced_fleet(node, arrivals_per_s=0.4)
     fleet = msgspec.structs.replace(fleet, output_tokens=100.0)
+    fleet.loads[0].prefilled_s = 30 * 0.075
     options = {"cache_weight": 4.0, "delay_weight": 3.0, "stall_weight": 0.25, "decode_weight": 0.5}
     (priced,) = policy(**options).price(RequestView(prompt_tokens=3000), fleet)
     cost = priced.cost
-    decode_in_step_s = 0.1e-3  # the running decode adds a token to the one step of 5000 + 2000 tokens
-    assert cost.queue_wait_s == pytest.approx(0.5 + decode_in_step_s)
+    in_step_s = 2 * 0.1e-3 + 8000 * 1e-6  # the running decodes add tokens and context to the one step ahead
+    assert cost.queue_wait_s == pytest.approx(0.5 + in_step_s, rel=1e-3)
     assert cost.prefill_s == pytest.approx(0.2)
-    assert cost.cache_s == pytest.approx(4 * 0.2 / 2), "half the load from which on it counts in full"
+    assert cost.cache_s == pytest.approx(4 * 0.2 / 2), "half the share from which on it counts in full"
     assert cost.delay_s == pytest.approx(3 * 0.4 * cost.queue_wait_s * 0.2)
-    assert cost.stall_s == pytest.approx(0.25 * 0.2 * 2)
-    assert cost.decode_s == pytest.approx(0.5 * 100 * 0.01)
-    assert cost.itl_s == pytest.approx(0.01)
+    assert cost.stall_s == pytest.approx(0.25 * 0.2 * 3)
+    # 8000 tokens decode; the 5000 queued and this one's 3000 will by then
+    itl_s = (0.010 + (8000 + 5000 + 3000) * 1e-6) / (1 - 0.075)
+    assert cost.itl_s == pytest.approx(itl_s, rel=2e-3)
+    added_s = (3000 + 50) * 1e-6
+    assert cost.decode_s == pytest.approx(0.5 * 100 * (cost.itl_s + added_s * 2 / 2))
     assert cost.total_s == pytest.approx(
         cost.queue_wait_s + 0.2 + cost.cache_s + cost.delay_s + cost.stall_s + cost.decode_s
     )
