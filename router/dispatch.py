@@ -15,6 +15,7 @@ from kvroute.clock import Clock
 from kvroute.conductor.index import PrefixIndex
 from kvroute.policies.base import Policy, Prices
 from kvroute.policies.costs.lengths import OutputLengths
+from kvroute.policies.costs.links import Link
 from kvroute.policies.costs.rates import Rate
 from kvroute.policies.pricing import FREE, price_sides
 from kvroute.policies.ties import least_loaded_index
@@ -83,6 +84,7 @@ class Dispatcher:
         budget_s: float,
         clock: Clock,
         decision_log: DecisionLog,
+        peer_link: Link | None = None,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._registry = registry
@@ -94,6 +96,7 @@ class Dispatcher:
         self._shadow_patience = None if shadow is None else _Patience(shadow.name, budget_s, metrics)
         self._clock = clock
         self._log = decision_log
+        self._peer_link = peer_link
         self._timer = timer
         self._decision_time = metrics.decision_time.of()
         self._turn = 0
@@ -241,6 +244,8 @@ class Dispatcher:
             self._arrivals.per_s(now_s) / len(workers),
             [promised_s.get(id_, 0.0) for id_ in eligible.ids] if promised_s else (),
             promised_s is not None,
+            None,
+            self._peer_link,
         )
 
     # --- the policy, and what stands in for it -------------------------------------------------

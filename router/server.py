@@ -10,6 +10,7 @@ import signal
 import ssl
 import sys
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 
 import structlog
 import uvicorn
@@ -18,31 +19,24 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from kvroute import __version__
 from kvroute.clock import monotonic
 from kvroute.config import Config, ConfigError
-from kvroute.config_groups import PolicyConfig, WorkerConfig
+from kvroute.config_groups import PolicyConfig
 from kvroute.endpoint import Endpoint
 from kvroute.listening import HttpServer, listen, url_of
-from kvroute.policies.costs.pace import Pace
 from kvroute.policies.registry import PolicyError, make_policy
-from kvroute.preset_file import load_speed
 from kvroute.router import logs
 from kvroute.router.client import ClientConnection, ServerState
 from kvroute.router.control import make_app, make_public_app
-from kvroute.router.decision_log import DecisionLog
-from kvroute.router.dispatch import Dispatcher, NamedPolicy
-from kvroute.router.exchange import Services
+from kvroute.router.dispatch import NamedPolicy
 from kvroute.router.explain import Explainer
 from kvroute.router.gateway import Gateway
 from kvroute.router.health import Prober
 from kvroute.router.knowledge import Knowledge
 from kvroute.router.metrics import Metrics, gauge
-from kvroute.router.pacing import Pacing
 from kvroute.router.pool import UpstreamPool
 from kvroute.router.replicas import Replicas, shared_options
-from kvroute.router.retry import RetryBudget
+from kvroute.router.services import make_pace, make_services
 from kvroute.router.snapshots import IndexSnapshots
 from kvroute.router.sweeper import Sweeper
-from kvroute.router.token_source import GatewayTokens
-from kvroute.router.waiting import Waiting
 from kvroute.router.workers import Member, Registry, State
 
 log = structlog.get_logger(__name__)
@@ -90,7 +84,7 @@ class GatewayServer:
             breaker=config.breaker,
             limits=config.limits,
             clock=monotonic,
-            make_pace=self._make_pace,
+            make_pace=partial(make_pace, config),
         )
         self.registry.on_change(self._member_changed)
         self._prober = Prober(self.registry, config.health)
@@ -99,44 +93,12 @@ class GatewayServer:
         if self._shared is not None:
             self.replicas = Replicas(self._shared, self.registry, self.knowledge.predict, self.metrics)
             self.knowledge.on_routed(self.replicas.routed)
-        decision_log = DecisionLog(
-            config.decision_log.ratio, self._policy.name, monotonic, config.decision_log.size
+        services = make_services(
+            config, self.registry, self.knowledge, self.metrics, policy=self._policy, shadow=self._shadow
         )
-        self.metrics.add_source(decision_log)
-        dispatcher = Dispatcher(
-            self.registry,
-            self.knowledge,
-            self.metrics,
-            self._policy,
-            shadow=self._shadow,
-            budget_s=config.policy_budget_s,
-            clock=monotonic,
-            decision_log=decision_log,
-        )
-        self.waiting = Waiting(
-            dispatcher,
-            self.registry,
-            self.metrics,
-            limit=config.limits.held_requests,
-            limit_s=config.limits.held_s,
-            clock=monotonic,
-        )
-        self._tokens = None
-        if config.models and dispatcher.needs_prefix:
-            self._tokens = GatewayTokens(config.models, self.registry, self.metrics)
+        self.waiting, self._tokens, self._hints = services.waiting, services.tokens, services.hints
+        if self._tokens is not None:
             self._tokens.start()
-        services = Services(
-            config,
-            self.registry,
-            dispatcher,
-            self.metrics,
-            RetryBudget(config.retry),
-            self.knowledge,
-            self.waiting,
-            Pacing(self.registry, dispatcher.lengths, self.metrics),
-            decision_log,
-            self._tokens,
-        )
         explainer = Explainer(services)
         app = make_app(
             self.registry,
@@ -145,7 +107,7 @@ class GatewayServer:
             admin_token=config.admin.token,
             decided=None if self.replicas is None else self.replicas.decided,
             explainer=explainer,
-            decision_log=decision_log,
+            decision_log=services.decision_log,
         )
         public_app = make_public_app(
             self.registry, self.metrics, draining=lambda: self._draining, explainer=explainer
@@ -177,13 +139,6 @@ class GatewayServer:
             self._admin_task = loop.create_task(self._admin.serve(sockets=[admin_socket]))
         log.info("listening", url=self.url, admin_url=self.admin_url, policy=self._policy.name)
 
-    def _make_pace(self, worker: WorkerConfig) -> Pace:
-        name = worker.speed or self._config.speed
-        if name is None:
-            return Pace()
-        speed = load_speed(name)
-        return Pace(speed, kv_tokens=speed.kv_tokens)
-
     def _make_snapshots(self) -> IndexSnapshots | None:
         path = self._config.conductor.snapshot_file
         shared = None if self.replicas is None else self.replicas.state
@@ -214,6 +169,8 @@ class GatewayServer:
         await self.state.empty.wait()
         self._gateway.close()
         await self._prober.close()
+        if self._hints is not None:
+            await self._hints.closer.stop()
         if self.snapshots is not None:
             await self.snapshots.stop()
         for member in list(self.registry.members.values()):

@@ -37,6 +37,7 @@ from kvroute.config_groups import (
     PolicyConfig,
     PrefixIndex,
     RedisConfig,
+    RetentionConfig,
     Retry,
     Seconds,
     Shutdown,
@@ -98,6 +99,7 @@ class Config(BaseSettings):
         description="by served name; adapters use their base model's. Others get approximate keys",
     )
     conductor: ConductorConfig = ConductorConfig()
+    retention: RetentionConfig = RetentionConfig()
     redis: RedisConfig = RedisConfig()
     shutdown: Shutdown = Shutdown()
 

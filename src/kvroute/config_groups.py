@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from kvroute.endpoint import Endpoint
+from kvroute.policies.costs.links import LINKS
 from kvroute.preset_file import load_speed
 from kvroute.types import EngineKind
 
@@ -43,6 +44,23 @@ def _speed(value: str) -> str:
 
 SpeedName = Annotated[str, AfterValidator(_speed)]
 """A preset by name, or a file that `kvroute calibrate` wrote."""
+
+
+def _p2p_address(value: str) -> str:
+    parts = re.fullmatch(r"(?:\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(\d{1,5})", value)
+    if parts is None or not 1 <= int(parts[1]) <= 65535:
+        raise ValueError(f"{value!r} is no address of a p2p tier; accepted: host:port")
+    return value
+
+
+def _link(value: str) -> str:
+    if value not in LINKS:
+        raise ValueError(f"{value!r} is no known link; known: {', '.join(LINKS)}")
+    return value
+
+
+LinkName = Annotated[str, AfterValidator(_link)]
+P2pAddress = Annotated[str, AfterValidator(_p2p_address)]
 ZmqEndpoint = Annotated[str, AfterValidator(_zmq_endpoint)]
 LookupAddress = Annotated[str, AfterValidator(_lookup_address)]
 
@@ -331,6 +349,44 @@ class RedisConfig(Group):
     prefix: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")] = Field(
         default="kvroute", description="of all keys, before a colon; replicas of one gateway have the same"
     )
+
+
+class RetentionConfig(Group):
+    """What engines are told of a request's KV, in fields of their own; they must be started for it."""
+
+    hints: bool = Field(default=False, description="add such fields to requests")
+    offloading: Literal["native", "lmcache"] = Field(
+        default="native", description="the connector of vLLM's lower tiers"
+    )
+    cpu_tier_ratio: Annotated[float, Field(ge=0)] | None = Field(
+        default=None,
+        description="CPU tier over GPU cache of an engine; up to 1, one-offs are kept out of the tier",
+    )
+    sglang: Literal["session", "priority"] = Field(
+        default="session",
+        description="session: needs --enable-session-radix-cache; priority: --radix-eviction-policy "
+        "priority, and orders the queue too",
+    )
+    session_idle_s: Seconds = Field(
+        default=600.0, description="a session that sends nothing for so long is closed at its engines"
+    )
+    p2p: dict[str, P2pAddress] = Field(
+        default_factory=dict,
+        description="worker URL to host:port of its vLLM p2p tier; they pull from each other",
+    )
+    p2p_port: Annotated[int, Field(gt=0, le=65535)] | None = Field(
+        default=None, description="of all others, at the worker's own host; None: they have no such tier"
+    )
+    p2p_link: LinkName = Field(default="roce-100g", description="what they pull over, for the price of it")
+    pull_floor_s: Seconds = Field(
+        default=1.0, description="what a first byte may take beyond three times the expected, with a pull"
+    )
+    pull_max_s: Seconds = Field(default=15.0, description="and what it may take at all")
+
+    @field_validator("p2p")
+    @classmethod
+    def _canonical_urls(cls, value: dict[str, str]) -> dict[str, str]:
+        return {Endpoint.parse(url).url: address for url, address in value.items()}
 
 
 class Shutdown(Group):

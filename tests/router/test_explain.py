@@ -10,6 +10,7 @@ import pytest
 from kvroute.load import WorkerLoad
 from kvroute.policies.costs.pace import DEFAULT_PRESET, Pace
 from kvroute.policies.costs.speeds import PRESETS
+from kvroute.policies.pricing import REQUEST_S
 from kvroute.policies.registry import make_policy
 from kvroute.router.explain import dry_run, show_workers
 from kvroute.router.server import GatewayServer
@@ -28,7 +29,7 @@ SCALE = 0.3 / SPEED.prefill_s(PROMPT_TOKENS)
 def loaded(queue_s: float) -> WorkerLoad:
     """A worker with so many seconds of prefill ahead."""
     load = WorkerLoad()
-    load.charge(0.0, prefill_s=queue_s / SCALE)
+    load.charge(0.0, prefill_s=(queue_s - REQUEST_S) / SCALE)
     return load
 
 
