@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from kvroute.policies.ties import emptiest_index
+from kvroute.policies.reading import matched_tokens
+from kvroute.policies.ties import cheapest_index, emptiest_index
 from kvroute.types import Decision, Fleet, RequestView
 
 SLACK = 2
@@ -29,8 +30,15 @@ class PrefixAffinity:
     In 1 and 2 a matched worker that carries more than `max_load_ratio` times the mean of the fleet, plus
     two, is passed over: one prefix that all requests share would otherwise pin them all to one worker.
 
+    With `original` it is the peer's rule to the letter, for comparisons: out of balance, the least loaded
+    whatever is cached; else the longest match above the threshold whatever the load; else the smallest tree
+    (held blocks). Ties go in turn, and `max_load_ratio` has no say.
+
+    Source: `cache_aware` of SGLang's first router; its thresholds have changed between releases, and its
+    later model gateway (at 053b63f) sends a miss to the least loaded, too.
+
     Options: `match_threshold` (0..1), `balance_abs` (leases), `balance_rel` (at least 1),
-    `max_load_ratio` (0 is off, else at least 1).
+    `max_load_ratio` (0 is off, else at least 1), `original`.
 
     Reasons: match, miss, imbalance, overloaded.
 
@@ -46,6 +54,7 @@ class PrefixAffinity:
         balance_abs: Annotated[int, Field(ge=0)] = 32
         balance_rel: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.1
         max_load_ratio: float = 1.5
+        original: bool = False
 
         def __post_init__(self) -> None:
             if self.max_load_ratio != 0 and not 1 <= self.max_load_ratio < float("inf"):
@@ -60,10 +69,13 @@ class PrefixAffinity:
         options = self._options
         requests = [load.requests for load in fleet.loads]
         fewest, most = min(requests), max(requests)
+        unbalanced = most - fewest > options.balance_abs and most > options.balance_rel * fewest
+        if options.original:
+            return self._original(request, fleet, requests, unbalanced=unbalanced)
         ratio = options.max_load_ratio
         limit = ratio * sum(requests) / len(requests) + SLACK if ratio else most
         everyone = range(len(requests))
-        if most - fewest > options.balance_abs and most > options.balance_rel * fewest:
+        if unbalanced:
             ceiling = max(fewest + options.balance_abs, options.balance_rel * fewest)
             near = [i for i in everyone if requests[i] <= ceiling]
             best, _ = self._longest(fleet, requests, near, 0.0, limit)
@@ -76,6 +88,18 @@ class PrefixAffinity:
             best = emptiest_index(fleet, everyone, self._turn)
             return self._decision(fleet, best, "overloaded" if passed_over else "miss")
         return self._decision(fleet, best, "overloaded" if passed_over else "match")
+
+    def _original(
+        self, request: RequestView, fleet: Fleet, requests: list[int], *, unbalanced: bool
+    ) -> Decision:
+        if unbalanced:
+            return self._decision(fleet, cheapest_index(requests, self._turn), "imbalance")
+        matched = matched_tokens(request, fleet)
+        if max(matched) > self._options.match_threshold * request.prompt_tokens:
+            longest = cheapest_index([-tokens for tokens in matched], self._turn)
+            return self._decision(fleet, longest, "match")
+        trees = list(fleet.held_blocks) or requests
+        return self._decision(fleet, cheapest_index(trees, self._turn), "miss")
 
     def _longest(
         self, fleet: Fleet, requests: list[int], among: Sequence[int], floor_tokens: float, limit: float

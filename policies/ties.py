@@ -1,10 +1,25 @@
-"""Least-loaded choices that several policies share."""
+"""Choices of the least that several policies share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 from kvroute.types import Fleet
+
+Price = TypeVar("Price", int, float, tuple[float, float])
+
+
+def cheapest_index(prices: list[Price], turn: int) -> int:
+    """Index of the lowest price; ties go to the first at or after `turn` modulo their number."""
+    lowest = min(prices)
+    start = turn % len(prices)
+    if start:
+        try:
+            return prices.index(lowest, start)
+        except ValueError:
+            pass
+    return prices.index(lowest)
 
 
 def least_loaded_index(fleet: Fleet, turn: int) -> int:
