@@ -127,3 +127,44 @@ def test_decisions_on_random_fleets_follow_the_rule() -> None:
         else:
             assert requests[chosen] == min(requests)
             assert decision.reason == ("overloaded" if max(matched) > 50 else "miss")
+
+
+def test_the_original_drops_affinity_out_of_balance() -> None:
+    """40 against 3 is more than 32 apart and more than 1.1 times: the least loaded, whatever is cached."""
+    crowd = fleet(40, 3, 4, matched=[90, 0, 90])
+    assert _told(_decide(crowd, original=True)) == ("b", "imbalance", 0)
+    assert _told(_decide(crowd)) == ("c", "imbalance", 90)
+
+
+@pytest.mark.parametrize(("most", "reason"), [(32, "match"), (33, "imbalance")])
+def test_the_original_needs_more_than_the_gap(most: int, reason: str) -> None:
+    assert _decide(fleet(most, 0, matched=[90, 0]), original=True).reason == reason
+
+
+def test_the_original_needs_more_than_the_ratio() -> None:
+    assert _decide(fleet(440, 400, matched=[90, 0]), original=True).reason == "match"
+    assert _decide(fleet(441, 400, matched=[90, 0]), original=True).reason == "imbalance"
+
+
+def test_the_original_takes_the_longest_match_whatever_its_load() -> None:
+    crowd = fleet(30, 1, 0, matched=[90, 0, 60])
+    assert _told(_decide(crowd, original=True)) == ("a", "match", 90)
+    assert _told(_decide(crowd)) == ("c", "overloaded", 60)
+    assert _decide(fleet(0, 0, matched=[50, 0], held=[1, 2]), original=True).reason == "miss"
+
+
+def test_the_original_sends_a_miss_to_the_smallest_tree_whatever_its_load() -> None:
+    crowd = fleet(20, 0, matched=[0, 0], held=[1, 1000])
+    assert _told(_decide(crowd, original=True)) == ("a", "miss", 0)
+
+
+def test_the_original_has_no_trees_without_keys() -> None:
+    assert _told(_decide(fleet(2, 1, 3), RequestView(), original=True)) == ("b", "miss", 0)
+
+
+def test_ties_of_the_original_go_in_turn() -> None:
+    policy = PrefixAffinity(PrefixAffinity.Options(original=True))
+    crowd = fleet(0, 9, 0, matched=[90, 90, 90])
+    assert [policy.decide(REQUEST, crowd).candidate.prefill.id for _ in range(6)] == list("abcabc")
+    crowd = fleet(0, 9, 0, matched=[0, 0, 0], held=[5, 5, 5])
+    assert [policy.decide(REQUEST, crowd).candidate.prefill.id for _ in range(3)] == list("abc")
