@@ -106,9 +106,7 @@ class Scheduler:
                 step.count = self._repeats(step)
             step.duration_s = decode_run_s(self._speed, step.count, len(step.decodes), context)
             return step
-        attention = sum(n * (sequence.computed_tokens + n / 2) for sequence, n in step.prefills)
-        tokens = sum(n for _, n in step.prefills)
-        step.duration_s = self._speed.step_s(tokens, attention, len(step.decodes), context)
+        step.duration_s = self._mixed_s(step, context)
         return step
 
     def cut(self, step: Step, elapsed_s: float) -> None:
@@ -218,6 +216,12 @@ class Scheduler:
             context += sequence.computed_tokens
             index += 1
         return context
+
+    def _mixed_s(self, step: Step, context: int) -> float:
+        """Seconds of a step with prefills; `context` is what its decodes attend to."""
+        attention = sum([n * (sequence.computed_tokens + n / 2) for sequence, n in step.prefills])
+        tokens = sum([n for _, n in step.prefills])
+        return self._speed.step_s(tokens, attention, len(step.decodes), context)
 
     def _repeats(self, step: Step) -> int:
         """How many steps in a row are like this one, which only decodes.

@@ -11,7 +11,9 @@ from kvroute.loadtests.mock_engine.steps import Outcome, Step
 
 
 class SimulatedEngine:
-    """Says when its step in progress ends; whoever drives it calls `complete` then."""
+    """Says when its step in progress ends; whoever drives it calls `complete` then, and `wake` after `submit`
+    when it was idle: who comes at the same moment runs in the same step.
+    """
 
     __slots__ = ("_started_s", "_step", "ends_s", "in_a_row", "scheduler", "turn")
 
@@ -29,11 +31,14 @@ class SimulatedEngine:
         """Queue a sequence; it can run from the next step on. ValueError when it could never fit."""
         self.scheduler.add(sequence)
         step = self._step
-        if step is None:
-            self._start(now_s)
-        elif step.count > 1:
+        if step is not None and step.count > 1:
             self.scheduler.cut(step, now_s - self._started_s)
             self._set_end(self._started_s + step.duration_s)
+
+    def wake(self, now_s: float) -> None:
+        """Begin a step, unless one is in progress."""
+        if self._step is None:
+            self._start(now_s)
 
     def complete(self, now_s: float) -> tuple[Step, Outcome]:
         """The step in progress is over: what it was, what came of it; the next has begun."""

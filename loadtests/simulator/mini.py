@@ -2,22 +2,26 @@
 
 step ms = prefill(T) + decode(p)
 prefill = 4.209989e-7 T^2 + 1.518344e-2 T + 16.50142     T new tokens in the step, if any
-decode  = max(1, -25.74 p^2 + 54.01 p + 5.74)            p = KV tokens attended to / capacity, if any decode
+decode  = max(1, -25.74 p^2 + 54.01 p + 5.74)            p = KV tokens of its decodes / capacity, if any
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-KV_BLOCKS = 16_384
-BLOCK_TOKENS = 64
+from kvroute.loadtests.mock_engine.scheduler import Scheduler
+from kvroute.loadtests.mock_engine.steps import Step
+from kvroute.loadtests.simulator.setting import Setting
+from kvroute.policies.costs.speeds import Speed
+
+KV_TOKENS = 16_384 * 64
 
 
 @dataclass(frozen=True, slots=True)
 class MiniTimes:
-    """Step times by the mocker's polynomials (ai-dynamo/dynamo, lib/mocker)."""
+    """The polynomials of ai-dynamo/dynamo, lib/mocker. A decode's KV counts the token it computes."""
 
-    kv_tokens: int = KV_BLOCKS * BLOCK_TOKENS
+    kv_tokens: int = KV_TOKENS
 
     def step_s(self, prefill_tokens: int, attention: float, decodes: int, context_tokens: float) -> float:
         """Seconds; what the prefill attends to does not matter."""
@@ -25,6 +29,33 @@ class MiniTimes:
         if prefill_tokens:
             step_ms += (4.209989e-7 * prefill_tokens + 1.518344e-2) * prefill_tokens + 16.50142
         if decodes:
-            used = context_tokens / self.kv_tokens
+            used = (context_tokens + decodes) / self.kv_tokens
             step_ms += max(1.0, (-25.74 * used + 54.01) * used + 5.74)
         return step_ms / 1e3
+
+
+class MiniScheduler(Scheduler):
+    """Counts new tokens as the mocker does: chunks times the difference of two means in whole tokens."""
+
+    def _mixed_s(self, step: Step, context: int) -> float:
+        chunks = len(step.prefills)
+        before = sum([sequence.computed_tokens for sequence, _ in step.prefills])
+        after = before + sum([tokens for _, tokens in step.prefills])
+        return self._speed.step_s(
+            chunks * (after // chunks - before // chunks), 0.0, len(step.decodes), context
+        )
+
+
+MINI = Setting(
+    # What the router thinks of it: the quadratic term as attention, the decode's slope where it begins.
+    speed=Speed(
+        16.50142, 16.50142, 1.518344e-2, 2 * 4.209989e-7, 5.74, 0.0, 54.01 / KV_TOKENS, KV_TOKENS, 131_072
+    ),
+    scale=1.0,
+    kv_tokens=KV_TOKENS,
+    block_tokens=64,
+    keeps_output=True,
+    step_times=MiniTimes(),
+    scheduler=MiniScheduler,
+)
+"""Eight of them."""

@@ -83,7 +83,6 @@ def summarize(
     run = [record for record in counted if record.end_s is not None]
     prompt_tokens = sum(record.arrival.view.prompt_tokens for record in run)
     sent = np.bincount([record.worker for record in run], minlength=len(simulation.engines))
-    stays_s = sum(record.end_s - record.arrival.arrival_s for record in records if record.end_s is not None)
     duration_s = simulation.now_s - records[0].arrival.arrival_s
     inside_s = simulation.running_integral_s
     return Result(
@@ -101,7 +100,7 @@ def summarize(
             record.placed_s is not None and record.placed_s > record.arrival.arrival_s for record in counted
         ),
         mean_in_system=inside_s / duration_s if duration_s else 0.0,
-        little=stays_s / inside_s if inside_s else 1.0,
+        little=simulation.stays_s / inside_s if inside_s else 1.0,
         duration_s=duration_s,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvroute.loadtests.mock_engine.scheduler import Scheduler
 from kvroute.loadtests.mock_engine.steps import StepTimes
 from kvroute.policies.costs.pace import Pace
 from kvroute.policies.costs.speeds import PRESETS, Speed
@@ -30,6 +31,10 @@ class Setting:
     """Of the API for every output token; added to the times reported."""
     event_lag_s: float = 0.0
     """Until the index hears what an engine stored or removed."""
+    keeps_output: bool = False
+    """Whether full blocks of generated tokens stay cached, as in vLLM; no prompt here ever repeats them, so
+    they only take room. Without, that room is free once a request ends.
+    """
     predicts: bool = True
     """Whether a prompt just routed counts as held until events have come, as in the gateway."""
     prefill_error: float = 1.0
@@ -41,6 +46,7 @@ class Setting:
     """Decode steps in one go; only tests do without."""
     step_times: StepTimes | None = None
     """Replaces `speed` in the engines, not in the router."""
+    scheduler: type[Scheduler] = Scheduler
 
     def __post_init__(self) -> None:
         for name in ("workers", "kv_tokens", "block_tokens", "max_batched_tokens", "max_sequences"):

@@ -12,7 +12,6 @@ from msgspec import Struct
 from kvroute.conductor.block_index import GPU
 from kvroute.conductor.index import Holder, PrefixIndex, pack_keys
 from kvroute.loadtests.mock_engine.block_cache import BlockCache
-from kvroute.loadtests.mock_engine.scheduler import Scheduler
 from kvroute.loadtests.mock_engine.sequences import Phase
 from kvroute.loadtests.mock_engine.sequences import Sequence as EngineSequence
 from kvroute.loadtests.mock_engine.steps import Outcome
@@ -25,6 +24,8 @@ from kvroute.policies.holding import Ticket
 from kvroute.types import Rejection, Worker
 
 INDEX_BYTES = 2**32
+OUTPUT_KEYS = 2**63
+"""Keys from here on are those of generated blocks; traces number theirs from 0."""
 
 
 class Record(Struct):
@@ -82,7 +83,10 @@ class Simulation:
         self.running_integral_s = 0.0
         """Requests in the system (held ones too) times seconds."""
         self.events = 0
+        self.stays_s = 0.0
+        """Of all requests that have left, refused ones too."""
         self._inside = 0
+        self._next_output_key = OUTPUT_KEYS
         self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._order = 0
 
@@ -153,7 +157,7 @@ class Simulation:
         record = ask.item
         if isinstance(answer, Rejection):
             record.rejected = answer.reason
-            self._inside -= 1
+            self._leave(record)
             return
         record.worker, record.placed_s = answer.worker, self.now_s
         record.matched_tokens = answer.match.tokens
@@ -163,11 +167,15 @@ class Simulation:
         else:
             self._submit(running)
 
+    def _leave(self, record: Record) -> None:
+        self._inside -= 1
+        self.stays_s += self.now_s - record.arrival.arrival_s
+
     # --- the engines' side -----------------------------------------------------------------------
 
     def _engine(self) -> SimulatedEngine:
         setting = self.setting
-        scheduler = Scheduler(
+        scheduler = setting.scheduler(
             BlockCache(setting.kv_tokens // setting.block_tokens),
             setting.engine_times,
             setting.block_tokens,
@@ -181,17 +189,35 @@ class Simulation:
         arrival = record.arrival
         engine = self.engines[record.worker]
         turn = engine.turn
-        sequence = EngineSequence(
-            "", arrival.view.prompt_tokens, arrival.output_tokens, arrival.keys.keys, running
-        )
+        tokens = arrival.view.prompt_tokens
+        keys = arrival.keys.keys
+        if self.setting.keeps_output:
+            keys = (*keys, *self._output_keys(tokens + arrival.output_tokens, len(keys)))
+        sequence = EngineSequence("", tokens, arrival.output_tokens, keys, running)
         try:
             engine.submit(sequence, self.now_s)
         except ValueError:
             record.rejected = "too_long"
             running.placement.charge.release(self.now_s)
-            self._inside -= 1
+            self._leave(record)
+            self._pump()
             return
-        self._follow(record.worker, turn)
+        if engine.ends_s is None:
+            self._at(self.now_s, self._wake, record.worker)
+        else:
+            self._follow(record.worker, turn)
+
+    def _wake(self, worker: int) -> None:
+        engine = self.engines[worker]
+        turn = engine.turn
+        engine.wake(self.now_s)
+        self._follow(worker, turn)
+
+    def _output_keys(self, tokens: int, prompt_blocks: int) -> range:
+        """Keys that nobody else has, for the blocks that a request fills after its prompt's."""
+        first = self._next_output_key
+        self._next_output_key += tokens // self.setting.block_tokens - prompt_blocks
+        return range(first, self._next_output_key)
 
     def _follow(self, worker: int, turn: int) -> None:
         """Be there when the engine's step ends, if that is another time than at `turn`."""
@@ -222,7 +248,7 @@ class Simulation:
             running = sequence.payload
             running.record.end_s = self.now_s
             self.router.finish(running.ask, running.placement, running.record.arrival.output_tokens)
-            self._inside -= 1
+            self._leave(running.record)
         if freed:
             self._pump()
 

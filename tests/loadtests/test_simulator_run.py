@@ -1,0 +1,236 @@
+"""The event loop over engines, books and index, in virtual time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+
+from kvroute.conductor.index import Holder
+from kvroute.loadtests.plan.rows import Row, Trace
+from kvroute.loadtests.simulator.arrivals import Arrival, arrivals
+from kvroute.loadtests.simulator.results import Limits, summarize
+from kvroute.loadtests.simulator.setting import Setting
+from kvroute.loadtests.simulator.simulation import Record, Simulation
+from kvroute.loadtests.simulator.workloads import generate
+from kvroute.policies.base import Policy
+from kvroute.policies.costs.lengths import OutputLengths
+from kvroute.policies.costs.speeds import PRESETS
+from kvroute.policies.registry import make_policy
+from kvroute.types import Decision, Fleet, Hold, Rejection, RequestView
+
+SPEED = PRESETS["qwen3-32b-h200-tp2"]
+ONE = Setting(workers=1, scale=1.0, kv_tokens=100_000)
+
+
+def requests(*rows: tuple[float, int, int, tuple[int, ...]], block_tokens: int = 512) -> list[Arrival]:
+    return arrivals(Trace("test", 512, tuple(Row(*row) for row in rows)), block_tokens)
+
+
+def run(setting: Setting, policy: Policy, work: list[Arrival]) -> tuple[Simulation, list[Record]]:
+    simulation = Simulation(setting, policy)
+    records = simulation.run(work)
+    simulation.check_integrity()
+    return simulation, records
+
+
+class Scripted:
+    """Answers by the number of the request and of the question about it."""
+
+    needs_prefix: ClassVar[bool] = True
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        pass
+
+    def __init__(self, *answers: int | str) -> None:
+        self.answers = list(answers)
+        self.seen: list[Fleet] = []
+
+    def decide(self, request: RequestView, fleet: Fleet) -> Decision | Hold | Rejection:
+        self.seen.append(fleet)
+        answer = self.answers.pop(0) if self.answers else 0
+        if answer == "no":
+            return Rejection("full")
+        if answer == "hold":
+            return Hold(fleet.workers[0], 0.1)
+        assert isinstance(answer, int)
+        return Decision.whole(fleet.workers[answer], "scripted")
+
+
+def test_two_requests_worked_by_hand() -> None:
+    """1000 tokens alone; 200 ms later, while the first decodes, 1100 more of which a block is cached."""
+    _, (first, second) = run(ONE, Scripted(), requests((0.0, 1000, 4, (1, 2)), (0.07, 1100, 2, (1, 3, 4))))
+    prefill_ms = 7.90 + 0.04536 * 1000 + 1.72e-6 * 1000 * 500  # 54.12
+    decode_ms = [10.80 + 0.0233 + 3.01e-5 * context for context in (1000, 1001, 1002)]
+    # It comes in the second decode step (64.97 to 75.83) and runs with the third and last.
+    both_ms = 7.90 + 0.04536 * (588 + 1) + 1.72e-6 * 588 * (512 + 294) + 3.01e-5 * 1002
+    begins_ms = prefill_ms + decode_ms[0] + decode_ms[1]
+    last_ms = 10.80 + 0.0233 + 3.01e-5 * 1100
+    assert first.first_s == pytest.approx(prefill_ms / 1e3, abs=1e-7)
+    assert first.end_s == pytest.approx((begins_ms + both_ms) / 1e3, abs=1e-7)
+    assert second.first_s == first.end_s
+    assert second.end_s == pytest.approx((begins_ms + both_ms + last_ms) / 1e3, abs=1e-7)
+    assert (first.cached_tokens, second.cached_tokens) == (0, 512)
+
+
+def test_overheads_come_before_the_engine_and_with_every_token() -> None:
+    work = requests((0.0, 1000, 3, (1, 2)))
+    _, (plain,) = run(ONE, Scripted(), work)
+    slow = Setting(workers=1, scale=1.0, kv_tokens=100_000, request_overhead_s=0.0156, token_overhead_s=46e-6)
+    simulation, (record,) = run(slow, Scripted(), work)
+    assert plain.first_s is not None
+    assert plain.end_s is not None
+    assert record.first_s == pytest.approx(plain.first_s + 0.0156)
+    result = summarize(simulation, [record], warm_up=0)
+    assert result.tpot_s.mean == pytest.approx((plain.end_s - plain.first_s) / 2 + 46e-6)
+    assert result.e2e_s.mean == pytest.approx(plain.end_s + 0.0156 + 2 * 46e-6)
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "prefix_affinity", "ttft"])
+def test_everything_ends_the_same_every_time_and_the_books_balance(policy: str) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    setting = Setting(workers=3, kv_tokens=60_000, block_tokens=64)
+    trace = generate("mixed", 150, 4.0, seed)
+    results = []
+    for _ in range(2):
+        work = arrivals(trace, 64)
+        simulation, records = run(setting, make_policy(policy, {}), work)
+        assert all((record.end_s is None) == (record.rejected is not None) for record in records)
+        assert all(
+            record.arrival.arrival_s <= record.placed_s < record.first_s <= record.end_s
+            for record in records
+            if record.placed_s is not None and record.first_s is not None and record.end_s is not None
+        )
+        for number, engine in enumerate(simulation.engines):
+            slot = simulation.index.slot(Holder(f"w{number}"))
+            told = {key for _, _, _, key, _ in simulation.index.blocks.export(slot)}
+            assert told == set(engine.scheduler.cache.keys())
+        result = summarize(simulation, records)
+        assert result.little == pytest.approx(1.0)
+        results.append((result, records))
+    assert results[0] == results[1]
+
+
+def test_what_is_refused_counts_as_bad() -> None:
+    work = requests(*[(float(i), 100, 5, (i,)) for i in range(4)])
+    simulation, records = run(ONE, Scripted(0, "no", 0, "no"), work)
+    result = summarize(simulation, records, warm_up=0)
+    assert [record.rejected for record in records] == [None, "full", None, "full"]
+    assert (result.offered, result.rejected, result.goodput) == (4, 2, 0.5)
+    assert result.ttft_s.p99 == float("inf") > result.ttft_s.mean
+
+
+def test_what_can_never_fit_is_refused_by_the_engine() -> None:
+    blocks = tuple(range(200))
+    simulation, (record,) = run(ONE, Scripted(), requests((0.0, 200 * 512, 5, blocks)))
+    assert record.rejected == "too_long"
+    assert summarize(simulation, [record], warm_up=0).goodput == 0
+
+
+def test_the_warm_up_is_not_counted() -> None:
+    work = requests(*[(float(i), 100, 5, (i,)) for i in range(10)])
+    simulation, records = run(ONE, Scripted("no"), work)
+    assert summarize(simulation, records, warm_up=0.1).goodput == 1.0
+    assert summarize(simulation, records, warm_up=0).goodput == 0.9
+
+
+def test_limits_are_kept_or_not() -> None:
+    simulation, records = run(ONE, Scripted(), requests((0.0, 1000, 3, (1, 2)), (9.0, 1000, 1, (3, 4))))
+    for limits, good in (
+        (Limits(), 1.0),
+        (Limits(ttft_s=0.05), 0.0),
+        (Limits(tpot_s=0.01), 0.5),  # one token has no TPOT
+    ):
+        assert summarize(simulation, records, limits, warm_up=0).goodput == good
+
+
+def test_the_index_hears_of_blocks_when_their_step_is_over_and_after_the_lag() -> None:
+    work = requests((0.0, 1100, 1, (1, 2, 3)), (0.05, 1100, 1, (1, 2, 3)), (1.0, 1100, 1, (1, 2, 3)))
+    for lag_s, predicts, expected in (
+        (0.0, False, [0, 0, 1024]),
+        (0.9, False, [0, 0, 1024]),
+        (0.95, False, [0, 0, 0]),
+        (0.95, True, [0, 1024, 1024]),
+    ):
+        policy = Scripted()
+        setting = Setting(workers=1, scale=1.0, kv_tokens=100_000, event_lag_s=lag_s, predicts=predicts)
+        run(setting, policy, work)
+        assert [fleet.matches[0].tokens for fleet in policy.seen] == expected
+
+
+def test_the_router_sees_its_books_its_own_output_lengths_and_its_paces() -> None:
+    policy = Scripted()
+    setting = Setting(workers=2, scale=1.1, kv_tokens=100_000, prefill_error=0.7)
+    simulation, _ = run(setting, policy, requests((0.0, 1000, 7, (1, 2)), (5.0, 1000, 1, (3, 4))))
+    before, after = policy.seen
+    lengths = OutputLengths()
+    lengths.observe(None, "", 7)
+    assert before.output_tokens == 300
+    assert after.output_tokens == lengths.expect(None) < 300
+    assert after.paces[0].prefill_scale == pytest.approx(0.77)
+    assert (after.paces[0].decode_scale, after.paces[0].kv_tokens) == (1.1, 100_000)
+    load = simulation.router.loads[0]
+    assert load.prefilled_s > 0
+    assert (load.requests, load.context_tokens, load.pending_prefill_s) == (0, 0, 0)
+
+
+def test_a_held_request_is_asked_about_when_something_frees() -> None:
+    policy = Scripted(0, "hold", "hold", "hold", 1)
+    _, (first, second) = run(
+        Setting(workers=2), policy, requests((0.0, 5000, 40, tuple(range(10))), (0.01, 100, 2, (99,)))
+    )
+    # Held on arrival, at once again, at the first byte; placed at the end of the first.
+    assert second.placed_s == first.end_s
+    assert second.worker == 1
+    assert not policy.answers
+
+
+def test_a_request_is_held_no_longer_than_the_limit() -> None:
+    policy = Scripted("hold", "hold")
+    setting = Setting(workers=1, hold_limit_s=2.0)
+    simulation, (record,) = run(setting, policy, requests((1.0, 100, 2, (1,))))
+    assert record.placed_s == 3.0
+    assert not policy.seen[-1].may_hold
+    assert summarize(simulation, [record], warm_up=0).held == 1
+
+
+def test_nothing_is_held_where_nothing_may_be() -> None:
+    policy = Scripted()
+    run(Setting(workers=1, hold_limit=0), policy, requests((1.0, 100, 2, (1,))))
+    assert not policy.seen[0].may_hold
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"workers": 0}, "workers must be at least 1, got 0"),
+        ({"scale": 0.0}, "scale must be positive, got 0.0"),
+        ({"event_lag_s": -1.0}, r"event_lag_s must be 0 or more, got -1.0"),
+        ({"kv_tokens": 100}, "kv_tokens must hold a block of 512 tokens at least, got 100"),
+    ],
+)
+def test_bad_settings_are_named(fields: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Setting(**fields)  # type: ignore[arg-type]
+
+
+def test_arrivals_are_late_within_the_jitter_and_faster_by_the_speedup() -> None:
+    trace = Trace("test", 512, tuple(Row(3.0 * i, 600, 0, (i, i + 1)) for i in range(50)))
+    made = arrivals(trace, 512, speedup=2.0, jitter_s=3.0, seed=4)
+    assert all(1.5 * i <= one.arrival_s < 1.5 * (i + 1) for i, one in enumerate(made))
+    assert made == arrivals(trace, 512, speedup=2.0, jitter_s=3.0, seed=4)
+    assert made != arrivals(trace, 512, speedup=2.0, jitter_s=3.0, seed=5)
+    assert (made[3].keys.keys, made[3].output_tokens) == ((3,), 1)
+
+
+def test_smaller_blocks_than_the_traces_are_its_parts() -> None:
+    (one,) = arrivals(Trace("test", 512, (Row(0.0, 700, 1, (5, 9)),)), 128)
+    assert one.keys.keys == (20, 21, 22, 23, 36)
+    with pytest.raises(
+        ValueError, match="block_tokens must divide the trace's blocks of 512 tokens, got 100"
+    ):
+        arrivals(Trace("test", 512, (Row(0.0, 700, 1, (5, 9)),)), 100)
