@@ -42,6 +42,8 @@ class Setting:
     decode_error: float = 1.0
     hold_limit: int = 1024
     hold_limit_s: float = 60.0
+    sweep_s: float | None = None
+    """Held requests are priced again this often although nothing was heard; None: not."""
     in_a_row: bool = True
     """Decode steps in one go; only tests do without."""
     step_times: StepTimes | None = None

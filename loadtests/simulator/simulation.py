@@ -87,6 +87,7 @@ class Simulation:
         """Of all requests that have left, refused ones too."""
         self._inside = 0
         self._next_output_key = OUTPUT_KEYS
+        self._pumps = 0
         self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._order = 0
 
@@ -152,6 +153,13 @@ class Simulation:
     def _pump(self) -> None:
         for ask, answer in self.router.pump():
             self._answered(ask, answer)
+        if self.setting.sweep_s is not None and self.router.held:
+            self._pumps += 1
+            self._at(self.now_s + self.setting.sweep_s, self._sweep, self._pumps)
+
+    def _sweep(self, pumps: int) -> None:
+        if pumps == self._pumps:
+            self._pump()
 
     def _answered(self, ask: _Ask, answer: Answer) -> None:
         record = ask.item
