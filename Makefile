@@ -22,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.installed ## four mock engines behind the gateway: round_robin against prefix_affinity
+demo: $(VENV)/.installed ## four mock engines behind the gateway: round_robin, prefix_affinity and ttft
 	$(BIN)/kvroute demo
 
 test: $(VENV)/.installed-dev ## the unit suite

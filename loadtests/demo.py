@@ -43,7 +43,8 @@ class Setting:
 SETTINGS = (
     Setting("round_robin", "round_robin"),
     Setting("prefix_affinity", "prefix_affinity"),
-    Setting("  with KV events", "prefix_affinity", exact=True),
+    Setting("ttft", "ttft"),
+    Setting("  with KV events", "ttft", exact=True),
 )
 
 
@@ -196,7 +197,7 @@ def _table(results: Sequence[Result], workload: MultiTurn) -> Table:
     )
     caption = (
         f"Simulated: KV room for {KV_BLOCKS * 16:,} tokens per engine. A first turn finds at most "
-        "its system prompt cached; under prefix_affinity such turns make the p99. Foretold: requests whose "
+        "its system prompt cached; such turns make the p99. Foretold: requests whose "
         "cached tokens the index had right to the token."
     )
     table = Table(title=title, caption=caption, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)

@@ -117,7 +117,7 @@ class WorkerConfig(Group):
 class PolicyConfig(Group):
     """A policy by its entry-point name, with its options. A bare name is accepted in its place."""
 
-    name: str = "prefix_affinity"
+    name: str = "ttft"
     options: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="before")

@@ -81,7 +81,7 @@ def test_wheel_runs_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
     imported = "\n".join(f"import {n}" for n in names if not n.endswith("__main__"))
     run(bin_ / "python", "-I", "-c", imported, cwd=tmp_path)
     assert wheel.name.split("-")[1] in run(bin_ / "kvroute", "version", cwd=tmp_path)
-    assert "prefix_affinity" in run(bin_ / "kvroute", "config", cwd=tmp_path)
+    assert "ttft" in run(bin_ / "kvroute", "config", cwd=tmp_path)
 
 
 def test_build_stage_of_the_image(tmp_path: Path) -> None:
@@ -109,4 +109,4 @@ def test_build_stage_of_the_image(tmp_path: Path) -> None:
         run("sh", "-ec", command, cwd=source)
     environment = folders["/opt/kvroute"]
     assert not (environment / "bin" / "pip").exists()
-    assert "prefix_affinity" in run(environment / "bin" / "kvroute", "config", cwd=tmp_path)
+    assert "ttft" in run(environment / "bin" / "kvroute", "config", cwd=tmp_path)

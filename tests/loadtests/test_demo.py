@@ -16,14 +16,14 @@ SMALL = MultiTurn(
 def test_a_row_per_setting_and_what_each_one_knows() -> None:
     out = io.StringIO()
     results = run_demo(3, Console(file=out, width=120), SMALL)
-    round_robin, prefix_affinity, exact = results
+    round_robin, prefix_affinity, ttft, exact = results
     rows = [line.strip() for line in out.getvalue().splitlines()]
     names = [setting.name.strip() for setting in SETTINGS]
     assert [name for row in rows for name in names if row.startswith(name) and "ms" in row] == names
     for result in results:
         assert (len(result.ttft_s), sum(result.split.values()), result.failures) == (24, 24, 0)
     assert sorted(round_robin.split.values()) == [6, 6, 6, 6]
-    assert min(prefix_affinity.hit_rate, exact.hit_rate) > 0.5 > round_robin.hit_rate
+    assert min(each.hit_rate for each in (prefix_affinity, ttft, exact)) > 0.5 > round_robin.hit_rate
     assert round_robin.foretold is None
     assert prefix_affinity.foretold is not None
     assert exact.foretold is not None

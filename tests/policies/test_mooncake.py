@@ -57,7 +57,12 @@ def test_a_prefix_above_the_threshold_s_share_is_used_as_it_is(own: int, expecte
     decision = _mooncake().decide(PROMPT, crowd)
     assert chosen(decision) == expected
     assert isinstance(decision, Decision)
-    assert (None if decision.pull is None else decision.pull.tokens) == (4001 if own == 3999 else None)
+    if own == 4000:
+        assert decision.pull is None
+    else:
+        assert decision.pull is not None
+        assert decision.pull.tokens == 4001
+        assert decision.pull.expected_s == pytest.approx(0.01 + 0.04001)
 
 
 def test_the_threshold_decides_and_not_the_clock() -> None:
@@ -129,6 +134,8 @@ def test_over_the_limit_it_is_rejected_until_the_queue_is_shorter() -> None:
     assert answer.reason == "ttft"
     assert answer.retry_after_s == pytest.approx(0.3)
     assert chosen(_mooncake(ttft_limit_s=1.51).decide(PROMPT, crowd))[0] == "a"
+    crowd.paces[0].overhead_s = 0.02
+    assert isinstance(_mooncake(ttft_limit_s=1.51).decide(PROMPT, crowd), Rejection)
     patient = RequestView(prompt_tokens=10_000, ttft_limit_s=2.0)
     assert chosen(_mooncake(ttft_limit_s=1.2).decide(patient, crowd))[0] == "a"
 

@@ -84,6 +84,14 @@ def test_no_more_is_evicted_than_there_is_to_put_in(cached: int, winner: str) ->
     assert chosen(_with_a_past().decide(RequestView(prompt_tokens=500), crowd)) == (winner, "explore")
 
 
+def test_running_requests_hold_tokens_of_which_the_index_may_not_know() -> None:
+    """As above with room for 1000; the index knows of nothing, 944 tokens are charged."""
+    for fields in ({"held_blocks": [1, 1]}, {}):
+        crowd = _at(1, Book(cached=400, kv_room=1000), Book(cached=390, kv_room=1000), **fields)
+        crowd.loads[0].charge(0.0, prompt_tokens=900, output_tokens=44)
+        assert chosen(_with_a_past().decide(PROMPT, crowd)) == ("b", "explore")
+
+
 def test_ties_go_in_turn() -> None:
     crowd = _at(0, *[Book(cached=900)] * 3)
     assert [chosen(policy.decide(PROMPT, crowd))[0] for policy in [_preble()] * 3] == list("abc")
@@ -96,13 +104,14 @@ def test_the_window_is_bounded_and_its_sums_are_those_of_what_is_in_it(
     seed = 3
     print(f"seed {seed}")
     random, policy = Random(seed), _preble(window_s=30.0)
-    now_s = 0.0
+    now_s, fullest = 0.0, 0
     for _ in range(1000):
-        now_s += random.choice([0.0, 0.1, 1.0, 20.0])
+        now_s += random.choice([*[0.0, 0.1, 0.2] * 30, 20.0])
         crowd = _at(now_s, *(Book(cached=random.randint(0, 1000)) for _ in range(random.randint(1, 8))))
         policy.decide(PROMPT, crowd)
         sent, recent = policy._sent, policy._recent
         assert len(sent) <= 50
+        fullest = max(fullest, len(sent))
         assert sent[0].at_s >= now_s - 30.0
         assert recent.keys() == {one.worker_id for one in sent}
         for name, sums in recent.items():
@@ -111,6 +120,7 @@ def test_the_window_is_bounded_and_its_sums_are_those_of_what_is_in_it(
             assert sums.load_s == pytest.approx(sum(one.load_s for one in own))
             assert sums.cached_tokens == sum(one.cached_tokens for one in own)
             assert sums.prompt_tokens == sum(one.prompt_tokens for one in own)
+    assert fullest == 50
 
 
 def test_an_empty_prompt_and_a_fleet_of_which_nothing_is_known() -> None:

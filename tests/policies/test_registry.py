@@ -15,7 +15,8 @@ from kvroute.types import Decision, RequestView
 
 from .fleets import fleet
 
-BUILT_IN = {"round_robin", "random", "least_loaded", "power_of_two", "session", "prefix_affinity"}
+WITH_PREFIX = {"ttft", "prefix_affinity", "dynamo", "weighted", "mooncake", "preble", "lmetric", "sticky"}
+BUILT_IN = {"round_robin", "random", "least_loaded", "power_of_two", "session"} | WITH_PREFIX
 
 
 class Steered:
@@ -82,7 +83,7 @@ def test_every_built_in_policy_loads_by_its_entry_point_and_decides(name: str) -
 
 
 def test_only_prefix_affinity_asks_for_matches() -> None:
-    assert {name for name in BUILT_IN if make_policy(name, {}).needs_prefix} == {"prefix_affinity"}
+    assert {name for name in BUILT_IN if make_policy(name, {}).needs_prefix} == WITH_PREFIX
 
 
 def test_names_are_those_registered() -> None:

@@ -29,9 +29,10 @@ def test_enough_is_from_the_threshold_on(cached: int, reason: str) -> None:
 
 
 def test_a_share_that_floats_do_not_hold_is_enough() -> None:
-    """28 of 35 is 0.8, though 0.8 x 35 is above 28."""
-    crowd = books(Book(pending=10, cached=28), Book())
-    assert chosen(_sticky().decide(RequestView(prompt_tokens=35), crowd)) == ("a", "sticky")
+    """55 of 100 is 0.55, though 0.55 x 100 is above 55."""
+    crowd = books(Book(pending=10, cached=55), Book())
+    answer = _sticky(min_hit=0.55).decide(RequestView(prompt_tokens=100), crowd)
+    assert chosen(answer) == ("a", "sticky")
 
 
 @pytest.mark.parametrize(("least", "expected"), [(0, ("b", "saturated")), (1, ("a", "sticky"))])
@@ -48,8 +49,8 @@ def test_a_saturated_holder_leaves_the_field_to_another() -> None:
 def test_without_a_holder_the_least_pending_prefill_whatever_is_cached() -> None:
     crowd = books(Book(pending=20, cached=700), Book(pending=10), Book(pending=30))
     assert chosen(_sticky().decide(PROMPT, crowd)) == ("b", "miss")
-    crowd = books(Book(pending=10, cached=700), Book(pending=10), Book(pending=30))
-    assert chosen(_sticky().decide(PROMPT, crowd)) == ("a", "miss")
+    crowd = books(Book(pending=10), Book(pending=10, cached=700), Book(pending=30))
+    assert chosen(_sticky().decide(PROMPT, crowd)) == ("b", "miss")
 
 
 def test_equal_holders_go_by_pending_then_in_turn() -> None:

@@ -12,7 +12,10 @@ from kvroute.router.server import GatewayServer
 from tests.kit import CHAT, Client, Engine, Received, Wire, ask, until
 from tests.router.edge import EVENTS, Lasting, edge, first_chunk, promptly
 
-BUILT_IN = ["round_robin", "random", "least_loaded", "power_of_two", "session", "prefix_affinity"]
+BUILT_IN = [
+    *("round_robin", "random", "least_loaded", "power_of_two", "session", "prefix_affinity", "ttft"),
+    *("dynamo", "weighted", "mooncake", "preble", "lmetric", "sticky"),
+]
 
 
 def _loads(server: GatewayServer) -> list[int]:
