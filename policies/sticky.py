@@ -48,7 +48,7 @@ class Sticky:
         matched = matched_tokens(request, fleet)
         pending = [load.pending_prefill_tokens for load in fleet.loads]
         min_hit = self._options.min_hit
-        # A quotient, as 0.8 x 35 is above 28.
+        # A quotient, as 0.55 x 100 is above 55.
         holders = [i for i, held in enumerate(matched) if held / prompt >= min_hit] if prompt else []
         ceiling = min(pending) + self._options.tau_tokens
         near = [i for i in holders if pending[i] <= ceiling]
