@@ -8,7 +8,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 import uvloop
 
-from kvroute import __version__, cli_bench, cli_calibrate, cli_plan
+from kvroute import __version__, cli_bench, cli_calibrate, cli_plan, cli_simulate
 from kvroute.config import Config, ConfigError, load, show, unknown_environment
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app = typer.Typer(
 app.add_typer(cli_bench.app, name="bench")
 app.add_typer(cli_plan.app, name="plan")
 app.command()(cli_calibrate.calibrate)
+app.command()(cli_simulate.simulate)
 
 ConfigFile = Annotated[
     Path | None,
