@@ -11,7 +11,7 @@ from kvroute.loadtests.mock_engine.scheduler import Scheduler
 from kvroute.loadtests.mock_engine.sequences import Sequence
 from kvroute.loadtests.mock_engine.steps import StepTimes, decode_run_s
 from kvroute.loadtests.simulator.engine import SimulatedEngine
-from kvroute.loadtests.simulator.mini import MiniTimes
+from kvroute.loadtests.simulator.mini import MiniScheduler, MiniTimes
 from kvroute.policies.costs.speeds import PRESETS
 
 SPEED = PRESETS["qwen3-32b-h200-tp2"].calibrated(1.1, 0.5)
@@ -88,6 +88,36 @@ def test_rows_change_nothing_but_the_number_of_steps(
     assert [at for at, _ in row.removed] == pytest.approx([at for at, _ in step.removed], abs=1e-9)
     assert row.engine.scheduler.totals == step.engine.scheduler.totals
     assert set(row.cache.keys()) == set(step.cache.keys())
+
+
+def test_a_row_ends_with_a_block_that_lets_somebody_in() -> None:
+    """The second repeats what the first is about to say; there is room for it only once that is cached."""
+
+    def arrivals() -> list[tuple[float, Sequence]]:
+        keys = [1000 + i for i in range(8)]
+        return [(0.0, Sequence("a", 32, 96, keys)), (0.1, Sequence("b", 128, 1, keys))]
+
+    row = Log(SPEED, 9, in_a_row=True).run(arrivals())
+    step = Log(SPEED, 9, in_a_row=False).run(arrivals())
+    assert row.firsts == pytest.approx(step.firsts, abs=1e-9)
+    assert row.firsts["b"] < row.ends["a"]
+
+
+def test_the_mocker_counts_new_tokens_by_means_of_whole_tokens() -> None:
+    scheduler = MiniScheduler(BlockCache(100), MiniTimes(), BLOCK)
+    scheduler.add(Sequence("a", 48, 1, [1, 2, 3]))
+    first = scheduler.step()
+    assert first is not None
+    assert first.duration_s == pytest.approx((4.209989e-7 * 48**2 + 1.518344e-2 * 48 + 16.50142) / 1e3)
+    scheduler.complete(first)
+    scheduler.add(Sequence("b", 48, 1, [1, 2, 3]))  # 32 of 48 are cached, as the last is always computed
+    scheduler.add(Sequence("c", 7, 1, []))
+    second = scheduler.step()
+    assert second is not None
+    tokens = 2 * ((48 + 7) // 2 - 32 // 2)  # 22 of 23
+    assert second.duration_s == pytest.approx(
+        (4.209989e-7 * tokens**2 + 1.518344e-2 * tokens + 16.50142) / 1e3
+    )
 
 
 def test_little_room_preempts_and_much_does_not() -> None:

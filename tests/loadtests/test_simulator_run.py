@@ -76,6 +76,13 @@ def test_two_requests_worked_by_hand() -> None:
     assert (first.cached_tokens, second.cached_tokens) == (0, 512)
 
 
+def test_who_comes_at_the_same_moment_runs_in_the_same_step() -> None:
+    _, (first, second) = run(ONE, Scripted(), requests((1.0, 600, 1, (1, 2)), (1.0, 400, 1, (3,))))
+    attention = 600 * 300 + 400 * 200
+    expected_s = 1.0 + (7.90 + 0.04536 * 1000 + 1.72e-6 * attention) / 1e3
+    assert first.first_s == second.first_s == pytest.approx(expected_s, abs=1e-9)
+
+
 def test_overheads_come_before_the_engine_and_with_every_token() -> None:
     work = requests((0.0, 1000, 3, (1, 2)))
     _, (plain,) = run(ONE, Scripted(), work)
@@ -187,6 +194,19 @@ def test_a_held_request_is_asked_about_when_something_frees() -> None:
     assert second.placed_s == first.end_s
     assert second.worker == 1
     assert not policy.answers
+
+
+def test_held_requests_are_swept_where_that_is_asked_for() -> None:
+    policy = Scripted("hold", "hold", "hold", "hold", 0)
+    _, (record,) = run(Setting(workers=1, sweep_s=0.05), policy, requests((1.0, 100, 2, (1,))))
+    assert record.placed_s == pytest.approx(1.15)
+
+
+def test_generated_blocks_take_room_only_where_they_stay() -> None:
+    for keeps, resident in ((False, 1), (True, 3)):
+        setting = Setting(workers=1, keeps_output=keeps)
+        simulation, _ = run(setting, Scripted(), requests((0.0, 600, 1000, (1, 2))))
+        assert simulation.engines[0].scheduler.cache.resident_blocks == resident
 
 
 def test_a_request_is_held_no_longer_than_the_limit() -> None:
