@@ -226,20 +226,14 @@ class Scheduler:
     def _repeats(self, step: Step) -> int:
         """How many steps in a row are like this one, which only decodes.
 
-        Nobody who waits can be let in before a sequence ends, unless a block is published that he may share.
+        Nobody who waits can be let in before a sequence ends: a block published meanwhile that he could share
+        leaves its owner in need of another.
         """
         decodes = step.decodes
         if self.loading or step.preempted or self.cache.has_removed or len(decodes) < len(self.decoding):
             return 1
         block_tokens = self._block_tokens
         steps = min([one.output_tokens - one.generated_tokens for one in decodes])
-        if self.waiting:
-            to_publish = [
-                block_tokens - one.computed_tokens % block_tokens
-                for one in decodes
-                if one.resident_blocks < len(one.keys)
-            ]
-            steps = min(steps, *to_publish, steps)
         slacks = [
             (one.resident_blocks + one.private_blocks) * block_tokens - one.computed_tokens for one in decodes
         ]
