@@ -12,15 +12,9 @@ from collections import deque
 from kvroute.conductor.tiers.stack import TierStack
 from kvroute.loadtests.mock_engine.block_cache import BlockCache
 from kvroute.loadtests.mock_engine.loads import LoadQueue
+from kvroute.loadtests.mock_engine.rows import row_s, steps_alike, steps_until
 from kvroute.loadtests.mock_engine.sequences import Phase, Sequence
-from kvroute.loadtests.mock_engine.steps import (
-    Outcome,
-    Step,
-    StepTimes,
-    Stored,
-    Totals,
-    decode_run_s,
-)
+from kvroute.loadtests.mock_engine.steps import Outcome, Step, StepTimes, Stored, Totals
 
 
 class Scheduler:
@@ -104,7 +98,7 @@ class Scheduler:
             step.context_tokens = context
             if in_a_row:
                 step.count = self._repeats(step)
-            step.duration_s = decode_run_s(self._speed, step.count, len(step.decodes), context)
+            step.duration_s = row_s(self._speed, step.count, len(step.decodes), context)
             return step
         step.duration_s = self._mixed_s(step, context)
         return step
@@ -114,15 +108,8 @@ class Scheduler:
         if step.count == 1:
             return
         decodes, context = len(step.decodes), step.context_tokens
-        low, high = 1, step.count
-        while low < high:
-            middle = (low + high) // 2
-            if decode_run_s(self._speed, middle, decodes, context) < elapsed_s:
-                low = middle + 1
-            else:
-                high = middle
-        step.count = low
-        step.duration_s = decode_run_s(self._speed, low, decodes, context)
+        step.count = steps_until(self._speed, elapsed_s, step.count, decodes, context)
+        step.duration_s = row_s(self._speed, step.count, decodes, context)
 
     def complete(self, step: Step) -> Outcome:
         """Apply a step whose time has passed. Sequences aborted meanwhile are skipped."""
@@ -224,21 +211,12 @@ class Scheduler:
         return self._speed.step_s(tokens, attention, len(step.decodes), context)
 
     def _repeats(self, step: Step) -> int:
-        """How many steps in a row are like this one, which only decodes.
-
-        Nobody who waits can be let in before a sequence ends: a block published meanwhile that he could share
-        leaves its owner in need of another.
-        """
-        decodes = step.decodes
-        if self.loading or step.preempted or self.cache.has_removed or len(decodes) < len(self.decoding):
+        """How many steps in a row are like this one, which only decodes."""
+        # What was evicted is told with the end of this step, not of the row.
+        told_late = self.cache.has_removed
+        if told_late or self.loading or step.preempted or len(step.decodes) < len(self.decoding):
             return 1
-        block_tokens = self._block_tokens
-        steps = min([one.output_tokens - one.generated_tokens for one in decodes])
-        slacks = [
-            (one.resident_blocks + one.private_blocks) * block_tokens - one.computed_tokens for one in decodes
-        ]
-        growth = sum([-((slack - steps) // block_tokens) for slack in slacks if slack < steps])
-        return steps if growth <= self.cache.free_blocks else min(steps, *slacks)
+        return steps_alike(step.decodes, self._block_tokens, self.cache.free_blocks)
 
     def _grow(self, sequence: Sequence, tokens: int, victims: list[Sequence], step: Step) -> bool:
         """Blocks for `tokens` more, preempting the last of `victims` once when there are none."""

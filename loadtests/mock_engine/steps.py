@@ -17,21 +17,6 @@ class StepTimes(Protocol):
         ...
 
 
-def decode_run_s(speed: StepTimes, steps: int, decodes: int, context_tokens: float) -> float:
-    """Seconds of so many steps that only decode, each adding a token per sequence to the context.
-
-    The sum of a quadratic over j = 0 .. n-1 is n f(m) + a n (n^2 - 1) / 12, with m = (n-1)/2 and the
-    curvature a = (f(0) - 2 f(m) + f(n-1)) / (2 m^2).
-    """
-    first_s = speed.step_s(0, 0.0, decodes, context_tokens)
-    if steps == 1:
-        return first_s
-    half = (steps - 1) / 2
-    middle_s = speed.step_s(0, 0.0, decodes, context_tokens + half * decodes)
-    last_s = speed.step_s(0, 0.0, decodes, context_tokens + (steps - 1) * decodes)
-    return steps * middle_s + (first_s - 2 * middle_s + last_s) * (steps + 1) * steps / (6 * (steps - 1))
-
-
 @dataclass(slots=True)
 class Step:
     """What one step runs, or several alike in a row that only decode."""

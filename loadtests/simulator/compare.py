@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from multiprocessing import get_context
 
 import numpy as np
@@ -14,6 +14,7 @@ from kvroute.loadtests.simulator.arrivals import arrivals
 from kvroute.loadtests.simulator.results import Limits, Result, summarize
 from kvroute.loadtests.simulator.setting import Setting
 from kvroute.loadtests.simulator.simulation import Simulation
+from kvroute.policies.base import Policy
 from kvroute.policies.registry import make_policy
 
 RESAMPLES = 10_000
@@ -26,6 +27,13 @@ class Variant:
 
     policy: str
     options: Mapping[str, object] = field(default_factory=dict)
+
+    def policy_for(self, seed: int) -> Policy:
+        """A new one; where chance is part of the rule, of this seed unless the options name another."""
+        policy = make_policy(self.policy, self.options)
+        if "seed" in self.options or "seed" not in {option.name for option in fields(policy.Options)}:
+            return policy
+        return make_policy(self.policy, {**self.options, "seed": seed})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +82,7 @@ class Comparison:
 
     def simulate(self, run: Run) -> Result:
         """Make one run."""
-        variant = self.variants[run.variant]
-        simulation = Simulation(self.setting, make_policy(variant.policy, variant.options))
+        simulation = Simulation(self.setting, self.variants[run.variant].policy_for(run.seed))
         requests = arrivals(
             self.trace(run.seed), self.setting.block_tokens, run.speedup, self.jitter_s, run.seed
         )

@@ -90,6 +90,15 @@ def test_every_policy_gets_the_same_requests_and_is_paired_by_seed() -> None:
     assert all(len(row) == len(report.columns) for row in report.rows)
 
 
+def test_chance_follows_the_seed() -> None:
+    variant = Variant("random")
+    comparison = Comparison(GeneratedSource("chat", 40, 4.0), [variant], SMALL)
+    one = comparison.simulate(Run(0, 1.0, 1))
+    assert one == comparison.simulate(Run(0, 1.0, 1)) != comparison.simulate(Run(0, 1.0, 2))
+    fixed = Comparison(lambda seed: generate("chat", 40), [Variant("random", {"seed": 3})], SMALL)
+    assert fixed.simulate(Run(0, 1.0, 1)) == fixed.simulate(Run(0, 1.0, 2))
+
+
 def test_more_processes_change_nothing() -> None:
     comparison = small()
     heard: list[Run] = []

@@ -7,9 +7,10 @@ import random
 import pytest
 
 from kvroute.loadtests.mock_engine.block_cache import BlockCache
+from kvroute.loadtests.mock_engine.rows import row_s
 from kvroute.loadtests.mock_engine.scheduler import Scheduler
 from kvroute.loadtests.mock_engine.sequences import Sequence
-from kvroute.loadtests.mock_engine.steps import StepTimes, decode_run_s
+from kvroute.loadtests.mock_engine.steps import StepTimes
 from kvroute.loadtests.simulator.engine import SimulatedEngine
 from kvroute.loadtests.simulator.mini import MiniScheduler, MiniTimes
 from kvroute.policies.costs.speeds import PRESETS
@@ -22,7 +23,7 @@ BLOCK = 16
 @pytest.mark.parametrize("steps", [1, 2, 3, 257])
 def test_a_row_takes_as_long_as_its_steps(times: StepTimes, steps: int) -> None:
     one_by_one = sum(times.step_s(0, 0.0, 7, 9000 + 7 * step) for step in range(steps))
-    assert decode_run_s(times, steps, 7, 9000) == pytest.approx(one_by_one, rel=1e-12)
+    assert row_s(times, steps, 7, 9000) == pytest.approx(one_by_one, rel=1e-12)
 
 
 class Log:
