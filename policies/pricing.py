@@ -19,7 +19,8 @@ token counts alone; the decode life is what makes prefills gather on some worker
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import exp
+from math import exp, inf
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -78,7 +79,54 @@ class Side(Struct, frozen=True, gc=False):
     """In seconds of the preset."""
 
 
-def price_sides(request: RequestView, fleet: Fleet, weights: Weights, paces: Sequence[Pace]) -> list[Side]:  # noqa: PLR0912, PLR0915
+class Offers(Protocol):
+    """What every worker of a fleet would charge for one request."""
+
+    def __getitem__(self, at: int, /) -> Side: ...
+
+    def cheapest(self, start: int) -> tuple[int, float]:
+        """The worker with the lowest price for all of the request, and that; of equals the first at or
+        after `start`, going round.
+        """
+        ...
+
+    @property
+    def shortest_prefill_s(self) -> float: ...
+
+    @property
+    def shortest_queue_s(self) -> float: ...
+
+    @property
+    def longest_cached(self) -> int:
+        """Tokens."""
+        ...
+
+
+class Sides(list[Side]):
+    """All of them worked out."""
+
+    def cheapest(self, start: int) -> tuple[int, float]:
+        best, best_s, count = start, inf, len(self)
+        for at in (*range(start, count), *range(start)):
+            side = self[at]
+            if side.start_s + side.stay_s < best_s:
+                best, best_s = at, side.start_s + side.stay_s
+        return best, best_s
+
+    @property
+    def shortest_prefill_s(self) -> float:
+        return min(side.prefill_s for side in self)
+
+    @property
+    def shortest_queue_s(self) -> float:
+        return min(side.queue_s for side in self)
+
+    @property
+    def longest_cached(self) -> int:
+        return max([side.cached_tokens for side in self])
+
+
+def price_sides(request: RequestView, fleet: Fleet, weights: Weights, paces: Sequence[Pace]) -> Sides:  # noqa: PLR0912, PLR0915
     """Terms of every worker, parallel to `fleet.workers`.
 
     One long loop: a call per worker would double what a decision costs.
@@ -90,7 +138,7 @@ def price_sides(request: RequestView, fleet: Fleet, weights: Weights, paces: Seq
     cache_weight = weights.cache
     delay_weight = weights.delay * fleet.arrivals_per_s
     stall_weight, decode_weight = weights.stall, weights.decode
-    sides = []
+    sides = Sides()
     for load, pace, match, promised_s in zip(fleet.loads, paces, matches, promised, strict=True):
         speed, scale = pace.speed, pace.prefill_scale
         if match is NO_MATCH:

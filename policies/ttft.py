@@ -11,7 +11,8 @@ from pydantic import Field
 
 from kvroute.policies.costs.pace import Pace
 from kvroute.policies.limits import NO_LIMITS, Limits
-from kvroute.policies.pricing import CHUNK_TOKENS, Side, Weights, cost_of, has_room, price_sides
+from kvroute.policies.pricing import CHUNK_TOKENS, Offers, Side, Weights, cost_of, has_room, price_sides
+from kvroute.policies.pricing_columns import ColumnPricing
 from kvroute.types import Candidate, Decision, Fleet, Hold, Priced, Pull, Rejection, RequestView, Role
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -75,23 +76,26 @@ class Ttft:
             options.cache_weight, options.delay_weight, options.stall_weight, options.decode_weight
         )
         self._limits = Limits(options.ttft_limit_s, options.itl_limit_s, options.e2e_limit_s)
+        self._columns = ColumnPricing(self._weights)
         self._turn = -1
 
     def decide(self, request: RequestView, fleet: Fleet) -> Decision | Hold | Rejection:
         self._turn += 1
         paces = fleet.paces or [DEFAULT_PACE] * len(fleet.workers)
-        sides = price_sides(request, fleet, self._weights, paces)
         limits = self._limits_of(request)
+        sides: Offers | None = None
+        if fleet.pd_link is None and limits == NO_LIMITS:  # those look at every side
+            sides = self._columns.price(request, fleet)
+        if sides is None:
+            sides = price_sides(request, fleet, self._weights, paces)
         choice = self._cheapest(request, fleet, paces, sides, limits)
         rejection = self._rejection(fleet, paces, sides, limits, choice)
         if rejection is not None:
             return rejection
         if fleet.may_hold and self._options.hold and self._must_wait(request, fleet, paces, choice):
             side = sides[choice.prefill]
-            shortest_s = min(side.prefill_s for side in sides)
-            return Hold(
-                fleet.workers[choice.prefill], side.raw_prefill_s, self._options.age_weight * shortest_s
-            )
+            rank_s = self._options.age_weight * sides.shortest_prefill_s
+            return Hold(fleet.workers[choice.prefill], side.raw_prefill_s, rank_s)
         return self._decision(request, fleet, paces, sides, choice)
 
     def price(self, request: RequestView, fleet: Fleet) -> Sequence[Priced]:
@@ -131,29 +135,25 @@ class Ttft:
         request: RequestView,
         fleet: Fleet,
         paces: Sequence[Pace],
-        sides: Sequence[Side],
+        sides: Offers,
         limits: Limits,
     ) -> _Choice:
-        count = len(sides)
+        count = len(fleet.workers)
         start = self._turn % count
         if fleet.pd_link is None and limits == NO_LIMITS:  # the way of most requests
-            best, best_s = start, float("inf")
-            for at in (*range(start, count), *range(start)):
-                side = sides[at]
-                if side.start_s + side.stay_s < best_s:
-                    best, best_s = at, side.start_s + side.stay_s
-            return _Choice(best, best, best_s)
+            at, total_s = sides.cheapest(start)
+            return _Choice(at, at, total_s)
         return min(
             _candidates(request, fleet, paces, sides, limits, pairs=2),
             key=lambda one: (one.broken is not None, one.total_s, (one.prefill - start) % count),
         )
 
     def _rejection(
-        self, fleet: Fleet, paces: Sequence[Pace], sides: Sequence[Side], limits: Limits, choice: _Choice
+        self, fleet: Fleet, paces: Sequence[Pace], sides: Offers, limits: Limits, choice: _Choice
     ) -> Rejection | None:
         options = self._options
         if options.max_queue_s is not None:
-            excess_s = min(side.queue_s for side in sides) - options.max_queue_s
+            excess_s = sides.shortest_queue_s - options.max_queue_s
             if excess_s > 0:
                 return Rejection("queue", excess_s)
         if choice.broken is None or options.admission == "off":
@@ -178,11 +178,11 @@ class Ttft:
         request: RequestView,
         fleet: Fleet,
         paces: Sequence[Pace],
-        sides: Sequence[Side],
+        sides: Offers,
         choice: _Choice,
     ) -> Decision:
         side = sides[choice.prefill]
-        longest = max(each.cached_tokens for each in sides)
+        longest = sides.longest_cached
         if choice.prefill != choice.decode:
             reason = "split"
         elif side.cached_tokens < longest:
@@ -215,7 +215,7 @@ def _candidates(
     request: RequestView,
     fleet: Fleet,
     paces: Sequence[Pace],
-    sides: Sequence[Side],
+    sides: Offers,
     limits: Limits,
     pairs: int | None = None,
 ) -> Iterator[_Choice]:

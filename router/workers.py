@@ -415,8 +415,9 @@ class Registry:
 
     def set_others(self, member: Member, requests: int, prefill_tokens: int) -> None:
         """What other replicas carry there now; it counts in every choice like our own."""
-        member.load.requests += requests - member.others_requests
-        member.load.pending_prefill_tokens += prefill_tokens - member.others_prefill_tokens
+        member.load.add_others(
+            requests - member.others_requests, prefill_tokens - member.others_prefill_tokens
+        )
         member.others_requests, member.others_prefill_tokens = requests, prefill_tokens
 
     def observe(self, member: Member, outcome: Outcome, *, is_trial: bool) -> None:

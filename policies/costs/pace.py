@@ -21,6 +21,8 @@ class Pace:
     Two workers of one preset that have not answered yet are equal in price.
     """
 
+    version: int = field(default=0, init=False, repr=False)
+    """Grows with every assignment to a field, whoever makes it. What is put into `links` is not seen."""
     speed: Speed = PRESETS[DEFAULT_PRESET]
     prefill_scale: float = 1.0
     """Seconds that a prefill second of the preset takes here."""
@@ -34,6 +36,10 @@ class Pace:
     """Cached tokens reported per token predicted and not confirmed, 0..1."""
     links: dict[Tier, Link] = field(default_factory=lambda: dict(TIER_LINKS))
     """The way up to the GPU from each tier below it."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        object.__setattr__(self, "version", self.version + 1)
 
     def prefill_s(self, new_tokens: int, cached_tokens: int = 0) -> float:
         """Seconds to prefill alone, nothing being ahead."""

@@ -91,6 +91,8 @@ class WorkerLoad:
     prefilled_s: float = 0.0
     """Prefill seconds of late, fading with `PREFILL_SHARE_TAU_S`, as of `prefilled_at_s`."""
     prefilled_at_s: float = 0.0
+    version: int = 0
+    """Grows with every change of what prices are made of: all above but what engines report."""
     active_keys: dict[int, int] = field(default_factory=dict)
     """References to the blocks of running requests; kept only for a policy that `needs_active_keys`."""
     _pending: dict[Charge, None] = field(default_factory=dict)
@@ -128,6 +130,7 @@ class WorkerLoad:
     ) -> Charge:
         """Add one request; `keys` of its blocks only where they are to be counted."""
         charge = Charge(self, prefill_s, prompt_tokens, uncached_tokens, output_tokens, keys)
+        self.version += 1
         self.requests += 1
         self.pending_prefill_tokens += uncached_tokens
         self.kv_tokens += prompt_tokens + output_tokens
@@ -142,6 +145,7 @@ class WorkerLoad:
 
     def prefilled(self, charge: Charge, now_s: float) -> None:
         """A charge's own news, through `Charge.first_byte`."""
+        self.version += 1
         self._leave_queue(charge, now_s)
         self.context_tokens += charge.prompt_tokens + charge.output_tokens / 2
         fading = exp((self.prefilled_at_s - now_s) / PREFILL_SHARE_TAU_S)
@@ -150,6 +154,7 @@ class WorkerLoad:
 
     def released(self, charge: Charge, keys: Sequence[int], now_s: float, *, pending: bool) -> None:
         """A charge's own news, through `Charge.release`."""
+        self.version += 1
         if pending:
             self._leave_queue(charge, now_s)
         else:
@@ -161,6 +166,12 @@ class WorkerLoad:
                 del self.active_keys[key]
             else:
                 self.active_keys[key] -= 1
+
+    def add_others(self, requests: int, prefill_tokens: int) -> None:
+        """Other replicas carry so much more here than they did, or less."""
+        self.version += 1
+        self.requests += requests
+        self.pending_prefill_tokens += prefill_tokens
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the books do not balance."""

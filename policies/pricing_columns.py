@@ -1,0 +1,276 @@
+"""The prices of `pricing` for a large fleet, by numpy: a column for each quantity, a row for each worker.
+
+What a row holds is worked out when a worker's books or pace change, which few do between two decisions. The
+formulas are those of `price_sides`, rearranged so that little is left for each decision: the two differ by
+rounding alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress
+from math import inf
+from operator import attrgetter, ne
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvroute.load import PREFILL_SHARE_TAU_S, WorkerLoad
+from kvroute.policies.costs.pace import Pace
+from kvroute.policies.pricing import (
+    BUSY_PREFILL_SHARE,
+    CHUNK_TOKENS,
+    MAX_PREFILL_SHARE,
+    REQUEST_S,
+    Side,
+    Weights,
+    cheapest_source,
+    price_sides,
+)
+from kvroute.types import Fleet, PrefixMatch, RequestView
+
+MIN_WORKERS = 48
+"""From here on it takes less time than `price_sides`, the rows that have changed included."""
+MAX_FLEETS = 8
+"""Whose columns are kept: one for each model asked for in turn."""
+
+Floats = NDArray[np.float64]
+Value = TypeVar("Value", float, Floats)
+_version = attrgetter("version")
+_tokens, _gpu_tokens = attrgetter("tokens"), attrgetter("gpu_tokens")
+
+
+class _Row(NamedTuple, Generic[Value]):
+    """What prices need of one worker, or of all: seconds as its pace corrects them."""
+
+    scale: Value
+    token_s: Value
+    """Per uncached token; the next two are what a prefill takes besides, and at least, on an idle worker."""
+    base_s: Value
+    floor_s: Value
+    attention_s: Value
+    """Per uncached token and twice the tokens it attends to."""
+    queue_s: Value
+    """Wait before the prefill, without what is promised, the head's progress and the step that it shares."""
+    head_since_s: Value
+    head_s: Value
+    pending_tokens: Value
+    behind_s: Value
+    """What those decoding add to the steps of prefills, per token of those ahead and its own."""
+    share: Value
+    """Of time spent prefilling, as of `share_at`, in time constants of its fading."""
+    share_at: Value
+    step_s: Value
+    """A decode step with this request in it, but for its context."""
+    context_s: Value
+    """Per token of that."""
+    kv_tokens: Value
+    kv_room_tokens: Value
+    kv_over_tokens: Value
+    stalls: Value
+    """Seconds lost by those there, and by this request itself, per second of prefill."""
+    slower_s: Value
+    """What this request adds to the steps of others: by being there, and per token of context."""
+    slower_context_s: Value
+
+
+def _row(load: WorkerLoad, pace: Pace, weights: Weights) -> _Row[float]:
+    speed, scale = pace.speed, pace.prefill_scale
+    prefilling, requests = load.prefilling, load.requests
+    decodes = requests - prefilling
+    prefill_ms, step_s = scale / 1e3, pace.decode_scale / 1e3
+    context_ms = speed.decode_context_ms * load.context_tokens
+    queue_s = load.others_prefill_s * scale
+    if prefilling:
+        queue_s += prefilling * REQUEST_S + load.pending_prefill_s * scale
+    elif decodes:  # half a step is still running, on average
+        queue_s += (speed.decode_base_ms + speed.decode_sequence_ms * decodes + context_ms) * step_s / 2
+    next_step_ms = (
+        speed.decode_base_ms
+        + speed.decode_sequence_ms * (requests + 1)
+        + speed.decode_context_ms * load.kv_tokens
+    )
+    return _Row(
+        scale=scale,
+        token_s=speed.token_ms * prefill_ms,
+        base_s=0.0 if prefilling else speed.base_ms * prefill_ms,
+        floor_s=-inf if prefilling else speed.floor_ms * prefill_ms,
+        attention_s=speed.attention_ms * prefill_ms / 2,
+        queue_s=queue_s,
+        head_since_s=load.head_since_s if prefilling else 0.0,
+        head_s=load.head_prefill_s * scale if prefilling else 0.0,
+        pending_tokens=load.pending_prefill_tokens,
+        behind_s=(speed.token_ms * decodes + context_ms) * step_s / CHUNK_TOKENS if decodes else 0.0,
+        share=load.prefilled_s * scale / PREFILL_SHARE_TAU_S,
+        share_at=load.prefilled_at_s / PREFILL_SHARE_TAU_S,
+        step_s=next_step_ms * step_s,
+        context_s=speed.decode_context_ms * step_s,
+        kv_tokens=load.kv_tokens,
+        kv_room_tokens=pace.kv_tokens,
+        kv_over_tokens=load.kv_tokens - pace.kv_tokens,
+        stalls=1.0 + weights.stall * requests,
+        slower_s=speed.decode_sequence_ms * step_s * decodes / 2,
+        slower_context_s=speed.decode_context_ms * step_s * decodes / 2,
+    )
+
+
+class PricedColumns:
+    """What all workers of a fleet would charge for one request: as `Sides`, with few `Side`s made."""
+
+    __slots__ = ("_cached", "_fleet", "_made", "_prefill_s", "_queue_s", "_request", "_weights", "total_s")
+
+    def __init__(
+        self,
+        request: RequestView,
+        fleet: Fleet,
+        weights: Weights,
+        columns: tuple[Floats, Floats, Floats, Floats],
+    ) -> None:
+        self._request, self._fleet, self._weights = request, fleet, weights
+        self.total_s, self._queue_s, self._prefill_s, self._cached = columns
+        self._made: dict[int, Side] = {}
+
+    def __getitem__(self, at: int) -> Side:
+        side = self._made.get(at)
+        if side is None:
+            side = self._made[at] = self._side(at)
+        return side
+
+    def _side(self, at: int) -> Side:
+        fleet = self._fleet
+        one = Fleet(
+            fleet.now_s,
+            (fleet.workers[at],),
+            (fleet.loads[at],),
+            (fleet.matches[at],) if fleet.matches else (),
+            paces=(fleet.paces[at],),
+            output_tokens=fleet.output_tokens,
+            arrivals_per_s=fleet.arrivals_per_s,
+            promised_s=(fleet.promised_s[at],) if fleet.promised_s else (),
+        )
+        return price_sides(self._request, one, self._weights, one.paces)[0]
+
+    def cheapest(self, start: int) -> tuple[int, float]:
+        prices = self.total_s
+        at = start + int(prices[start:].argmin())
+        if start and prices[:start].min() < prices[at]:
+            at = int(prices[:start].argmin())
+        return at, float(prices[at])
+
+    @property
+    def shortest_prefill_s(self) -> float:
+        return float(self._prefill_s.min())
+
+    @property
+    def shortest_queue_s(self) -> float:
+        return float(self._queue_s.min())
+
+    @property
+    def longest_cached(self) -> int:
+        return int(self._cached.max())
+
+
+class _Columns:
+    """The books and paces of one fleet, and what they come to for a request."""
+
+    def __init__(self, weights: Weights, loads: Sequence[WorkerLoad], paces: Sequence[Pace]) -> None:
+        self._weights = weights
+        self._loads, self._paces = loads, paces
+        self._load_versions = self._pace_versions = [-1] * len(loads)
+        self._table: Floats = np.empty((len(_Row._fields), len(loads)))
+        self._columns = _Row[Floats](*self._table)
+
+    def price(self, request: RequestView, fleet: Fleet) -> PricedColumns:
+        """`fleet` has these loads and paces."""
+        self._refresh()
+        of, weights = self._columns, self._weights
+        prompt, output = request.prompt_tokens, fleet.output_tokens
+        cached, load_s = self._sources(prompt, fleet.matches)
+        new = (prompt or 1) - cached  # the last token is always computed
+        prefill_s = np.maximum(of.token_s * new + of.base_s, of.floor_s)
+        prefill_s += new * (2 * (prompt or 1) - new) * of.attention_s
+        queue_s = self._queue_s(fleet, new)
+        share = np.exp(of.share_at - fleet.now_s / PREFILL_SHARE_TAU_S)
+        share *= of.share
+        np.minimum(share, MAX_PREFILL_SHARE, out=share)
+        itl_s = (of.step_s + of.context_s * prompt) / (1.0 - share)
+
+        per_prefill = np.minimum(share * (weights.cache / BUSY_PREFILL_SHARE), weights.cache)
+        per_prefill += of.stalls
+        per_prefill += queue_s * (weights.delay * fleet.arrivals_per_s)
+        total_s = prefill_s * per_prefill
+        total_s += queue_s
+        if load_s is not None:
+            total_s += np.maximum(load_s - queue_s, 0.0) * (load_s > 0)
+        slower_s = of.slower_s + of.slower_context_s * (prompt + output / 2)
+        total_s += (itl_s + slower_s) * (weights.decode * output)
+        if of.kv_over_tokens.max() + prompt + output > 0:
+            over = of.kv_tokens + (prompt + output) - of.kv_room_tokens
+            full = (over > 0) & (of.kv_tokens > 0)
+            total_s[full] += over[full] / of.kv_tokens[full] * output * itl_s[full]
+        return PricedColumns(request, fleet, weights, (total_s, queue_s, prefill_s, cached))
+
+    def _queue_s(self, fleet: Fleet, new: Floats) -> Floats:
+        of = self._columns
+        queue_s = of.queue_s - np.minimum(fleet.now_s - of.head_since_s, of.head_s)
+        queue_s += np.maximum(of.pending_tokens + new, CHUNK_TOKENS) * of.behind_s
+        if fleet.promised_s:
+            queue_s += np.array(fleet.promised_s) * of.scale
+        return queue_s
+
+    def _sources(self, prompt_tokens: int, matches: Sequence[PrefixMatch]) -> tuple[Floats, Floats | None]:
+        """(cached tokens, seconds of the load); None where nobody has anything to load."""
+        if not matches:
+            return np.zeros(len(self._loads)), None
+        tokens, gpu_tokens = list(map(_tokens, matches)), list(map(_gpu_tokens, matches))
+        cached = np.array(gpu_tokens, np.float64)
+        np.minimum(cached, max(prompt_tokens - 1, 0), out=cached)
+        if tokens == gpu_tokens:
+            return cached, None
+        load_s = np.zeros(len(matches))
+        for at in compress(range(len(matches)), map(ne, tokens, gpu_tokens)):
+            cached[at], _, load_s[at] = cheapest_source(matches[at], prompt_tokens, self._paces[at])
+        return cached, load_s
+
+    def _refresh(self) -> None:
+        """Rows of workers that have changed, by the versions of their books and paces."""
+        loads, paces = self._loads, self._paces
+        load_versions, pace_versions = list(map(_version, loads)), list(map(_version, paces))
+        for now, then in ((load_versions, self._load_versions), (pace_versions, self._pace_versions)):
+            if now != then:
+                for at in compress(range(len(now)), map(ne, now, then)):
+                    self._table[:, at] = _row(loads[at], paces[at], self._weights)
+        self._load_versions, self._pace_versions = load_versions, pace_versions
+
+
+class ColumnPricing:
+    """Columns of the fleets asked about of late, by the identity of their loads and paces.
+
+    They are made for a fleet's second request: one that is gone with its first, as without the workers that
+    have failed it, is not worth them. A copy starts without any.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._fleets: dict[tuple[int, int], _Columns] = {}
+
+    def __deepcopy__(self, memo: object) -> ColumnPricing:
+        return ColumnPricing(self._weights)
+
+    def price(self, request: RequestView, fleet: Fleet) -> PricedColumns | None:
+        """None for a fleet that `price_sides` is for: small, new, or of sequences that may change."""
+        loads, paces = fleet.loads, fleet.paces
+        if len(loads) < MIN_WORKERS or not isinstance(loads, tuple) or not isinstance(paces, tuple):
+            return None
+        if len(paces) != len(loads):  # none are given: all are like the default preset
+            return None
+        key = id(loads), id(paces)
+        columns = self._fleets.pop(key, None)
+        if columns is not None:
+            self._fleets[key] = columns
+            return columns.price(request, fleet)
+        if len(self._fleets) == MAX_FLEETS:
+            del self._fleets[next(iter(self._fleets))]
+        self._fleets[key] = _Columns(self._weights, loads, paces)
+        return None
