@@ -158,10 +158,9 @@ class Ttft:
                 return Rejection("queue", excess_s)
         if choice.broken is None or options.admission == "off":
             return None
-        ttft_s = _ttft_s(paces[choice.prefill], sides[choice.prefill], sides[choice.decode], choice.handoff_s)
-        return Rejection(
-            choice.broken, limits.wait_s(ttft_s, sides[choice.decode].itl_s, fleet.output_tokens)
-        )
+        prefill, decode = sides[choice.prefill], sides[choice.decode]
+        ttft_s = _ttft_s(fleet, paces[choice.prefill], prefill, decode, choice.handoff_s)
+        return Rejection(choice.broken, limits.wait_s(ttft_s, decode.itl_s, fleet.output_tokens))
 
     @staticmethod
     def _must_wait(request: RequestView, fleet: Fleet, paces: Sequence[Pace], choice: _Choice) -> bool:
@@ -207,8 +206,10 @@ def _has_lower(fleet: Fleet, at: int) -> bool:
     return fleet.matches[at].tokens > fleet.matches[at].gpu_tokens
 
 
-def _ttft_s(pace: Pace, prefill: Side, decode: Side, handoff_s: float) -> float:
-    return pace.overhead_s + prefill.queue_s + prefill.load_s + prefill.prefill_s + decode.room_s + handoff_s
+def _ttft_s(fleet: Fleet, pace: Pace, prefill: Side, decode: Side, handoff_s: float) -> float:
+    """From the request's arrival, what it has waited included."""
+    wait_s = fleet.held_s + pace.overhead_s + prefill.queue_s + decode.room_s
+    return wait_s + prefill.load_s + prefill.prefill_s + handoff_s
 
 
 def _candidates(
@@ -227,7 +228,7 @@ def _candidates(
     workers, output = fleet.workers, fleet.output_tokens
 
     def choice(i: int, j: int, handoff_s: float = 0.0) -> _Choice:
-        ttft_s = _ttft_s(paces[i], sides[i], sides[j], handoff_s)
+        ttft_s = _ttft_s(fleet, paces[i], sides[i], sides[j], handoff_s)
         total_s = sides[i].start_s + sides[j].stay_s + handoff_s
         return _Choice(i, j, total_s, limits.broken(ttft_s, sides[j].itl_s, output), handoff_s)
 

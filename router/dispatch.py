@@ -150,12 +150,13 @@ class Dispatcher:
         tried: Collection[Member] = (),
         request_id: str = "",
         promised_s: Mapping[str, float] | None = None,
+        held_s: float = 0.0,
     ) -> Choice | Hold:
         """The same, or `Hold`, which is accepted where `promised_s` is given: see `Fleet.promised_s`."""
         started = self._timer()
         now_s = self._clock()
         eligible = self._registry.eligible(request.view.model, now_s, tried)
-        fleet = self._fleet(request, prompt, eligible, now_s, promised_s)
+        fleet = self._fleet(request, prompt, eligible, now_s, promised_s, held_s)
         decision = self._decide(request, fleet)
         if self._shadow is not None and self._shadow_patience is not None:
             self._ask_shadow(self._shadow, self._shadow_patience, request, fleet, decision)
@@ -221,6 +222,7 @@ class Dispatcher:
         eligible: Eligible,
         now_s: float,
         promised_s: Mapping[str, float] | None = None,
+        held_s: float = 0.0,
     ) -> Fleet:
         view, workers = request.view, eligible.workers
         matches: Sequence[PrefixMatch] = ()
@@ -246,6 +248,7 @@ class Dispatcher:
             promised_s is not None,
             None,
             self._peer_link,
+            held_s,
         )
 
     # --- the policy, and what stands in for it -------------------------------------------------

@@ -169,6 +169,8 @@ class Fleet(Struct, frozen=True, gc=False):
     every worker does both."""
     peer_link: Link | None = None
     """Carries KV from one worker's cache to another's; None: they cannot pull."""
+    held_s: float = 0.0
+    """How long this request has waited in the gateway: part of its time to first token."""
 
 
 class Candidate(Struct, frozen=True, gc=False):

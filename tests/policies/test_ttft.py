@@ -238,6 +238,14 @@ def test_a_predicted_miss_is_rejected_only_where_asked_for(
     assert (rejection.reason, rejection.retry_after_s) == (reason, pytest.approx(retry_after_s))
 
 
+def test_what_it_has_waited_counts_against_its_limit() -> None:
+    fleet = priced_fleet(Node())
+    assert isinstance(decide(fleet, 3000, {"admission": "slo"}, ttft_limit_s=0.5), Decision)
+    late = msgspec.structs.replace(fleet, held_s=0.3)
+    rejection = decide(late, 3000, {"admission": "slo"}, ttft_limit_s=0.5)
+    assert (rejection.reason, rejection.retry_after_s) == ("ttft", pytest.approx(0.1))
+
+
 def test_the_request_s_own_limit_stands_before_the_policy_s() -> None:
     fleet = priced_fleet(Node(queue_s=0.8))
     options = {"admission": "slo", "ttft_limit_s": 0.5}
