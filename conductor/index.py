@@ -20,6 +20,7 @@ from kvroute.clock import Clock
 from kvroute.conductor.approximate import ApproximateIndex
 from kvroute.conductor.block_index import BlockIndex, make_block_index
 from kvroute.conductor.packing import pack_keys
+from kvroute.conductor.places import Places
 from kvroute.conductor.recent import RecentPredictions
 from kvroute.types import NO_MATCH, KeyMode, PrefixMatch, PromptKeys
 
@@ -34,6 +35,8 @@ EVICT_TO = 0.8
 of them, about 0.1 us a block."""
 MIN_BYTES = 2**20
 REMEMBERED_REMOVALS = 4096
+MAX_PLACES = 16
+"""Sequences of worker ids that are remembered: one for each model asked for."""
 
 
 class Holder(Struct, frozen=True, gc=False):
@@ -58,10 +61,6 @@ class HolderMatch(Struct, frozen=True, gc=False):
     """Each block in any of the tiers."""
     probable_tokens: int
     """Each block in any of them, or probably in a tier of that engine that sends no events."""
-
-
-_Best = tuple[int, int, int, int, Holder]
-"""Tokens of a holder's match: probable, gpu, gpu_cpu, any; as `HolderMatch` has them."""
 
 
 @dataclass(slots=True)
@@ -102,6 +101,11 @@ class PrefixIndex:
         self._removed: dict[str, None] = {}
         self._holders: dict[int, tuple[Holder, int]] = {}
         """Slot of `blocks` -> (holder, its tokens per block)."""
+        self._places: dict[int, Places] = {}
+        """By identity of the worker ids; forgotten when a holder gets a slot. A slot that is given up is no more
+        in any answer."""
+        self._packed_keys: PromptKeys | None = None
+        self._packed = b""
 
     # Holders
 
@@ -190,6 +194,7 @@ class PrefixIndex:
         held = _Held(self.blocks.open(), block_tokens, silent_tier_blocks)
         self.blocks.set_silent_tier(held.slot, silent_tier_blocks)
         self._holders[held.slot] = holder, block_tokens
+        self._places.clear()
         return held
 
     def _close(self, held: _Held) -> None:
@@ -205,7 +210,7 @@ class PrefixIndex:
         if worker is None or not chain:
             return
         if worker.exact and keys.mode is KeyMode.TOKENS:
-            self._recent.add(worker_id, pack_keys(chain)[: self.max_bytes // 128 * 8])
+            self._recent.add(worker_id, self._packed_of(keys)[: self.max_bytes // 128 * 8])
         else:
             self._routed.insert(worker_id, chain)
         self._keep_bound()
@@ -226,21 +231,21 @@ class PrefixIndex:
         if len(keys_by_block_tokens) == 1:  # the way of most requests, without what they do not need
             ((block_tokens, keys),) = keys_by_block_tokens.items()
             if keys.mode is KeyMode.BYTES:
-                return [
-                    PrefixMatch(blocks * block_tokens, predicted_tokens=blocks * block_tokens)
-                    if blocks
-                    else NO_MATCH
-                    for blocks in self._routed.match(keys.keys, worker_ids)
-                ]
-        confirmed: dict[str, _Best] = {}
+                return self._match_bytes(block_tokens, keys, worker_ids)
+        places = self._places_of(worker_ids)
+        if len(places.at) < len(worker_ids):  # some are named twice
+            once = list(places.at)
+            known = dict(zip(once, self.match(keys_by_block_tokens, once), strict=True))
+            return [known[worker_id] for worker_id in worker_ids]
+        matches = [NO_MATCH] * len(worker_ids)
         predicted: dict[str, int] = {}
         for block_tokens, keys in keys_by_block_tokens.items():
             if not keys.keys:
                 continue
             exactly = keys.mode is KeyMode.TOKENS
             if exactly:
-                packed = pack_keys(keys.keys)
-                self._find_best(block_tokens, packed, confirmed)
+                packed = self._packed_of(keys)
+                places.put_confirmed(self.blocks.match(packed), block_tokens, matches)
                 self._recent.expire()
                 for worker_id, blocks in self._recent.match(packed):
                     predicted[worker_id] = max(predicted.get(worker_id, 0), blocks * block_tokens)
@@ -249,46 +254,48 @@ class PrefixIndex:
                 for worker_id, blocks in zip(worker_ids, routed, strict=True):
                     if blocks and not (exactly and self._is_exact(worker_id)):
                         predicted[worker_id] = max(predicted.get(worker_id, 0), blocks * block_tokens)
-        best = confirmed.get
-        return [self._combined(best(name), predicted.get(name, 0)) for name in worker_ids]
+        places.put_predicted(predicted, matches)
+        return matches
 
-    def _find_best(self, block_tokens: int, packed: bytes, best: dict[str, _Best]) -> None:
-        """The rank of each worker that holds most, into `best`. No objects per row: there may be hundreds."""
-        holders = self._holders
-        for slot, gpu, _, _, gpu_cpu, known, probable in self.blocks.match(packed):
-            holder, held_block_tokens = holders[slot]
-            if held_block_tokens != block_tokens:
-                continue
-            worker_id = holder.worker_id
-            other = best.get(worker_id)
-            if other is None or (probable * block_tokens, gpu * block_tokens) > other[:2]:
-                best[worker_id] = (
-                    probable * block_tokens,
-                    gpu * block_tokens,
-                    gpu_cpu * block_tokens,
-                    known * block_tokens,
-                    holder,
-                )
+    def _match_bytes(
+        self, block_tokens: int, keys: PromptKeys, worker_ids: Sequence[str]
+    ) -> list[PrefixMatch]:
+        routed = self._routed.match(keys.keys, worker_ids)
+        by_blocks = {0: NO_MATCH}
+        for blocks in routed:
+            if blocks not in by_blocks:
+                tokens = blocks * block_tokens
+                by_blocks[blocks] = PrefixMatch(tokens, predicted_tokens=tokens)
+        return [by_blocks[blocks] for blocks in routed]
+
+    def _places_of(self, worker_ids: Sequence[str]) -> Places:
+        """Kept by identity of a tuple, which is the same for all requests while the fleet is."""
+        places = self._places.get(id(worker_ids))
+        if places is not None:
+            return places
+        places = Places.of(worker_ids)
+        for name, at in places.at.items():
+            worker = self._workers.get(name)
+            ranks = {} if worker is None else worker.ranks
+            for holder, held in ranks.items():
+                places.slots.setdefault(held.block_tokens, {})[held.slot] = at
+                if len(ranks) > 1:
+                    places.ranks[held.slot] = holder.dp_rank
+        if isinstance(worker_ids, tuple):
+            if len(self._places) == MAX_PLACES:
+                self._places.clear()
+            self._places[id(worker_ids)] = places
+        return places
 
     def _is_exact(self, worker_id: str) -> bool:
         worker = self._workers.get(worker_id)
         return worker is not None and worker.exact
 
-    def _combined(self, row: _Best | None, predicted_tokens: int) -> PrefixMatch:
-        if row is None:
-            if not predicted_tokens:
-                return NO_MATCH
-            return PrefixMatch(predicted_tokens, predicted_tokens=predicted_tokens)
-        probable, gpu, gpu_cpu, known, holder = row
-        several = len(self._workers[holder.worker_id].ranks) > 1
-        return PrefixMatch(
-            probable if probable > predicted_tokens else predicted_tokens,
-            gpu,
-            gpu_cpu,
-            known,
-            predicted_tokens,
-            holder.dp_rank if several else None,
-        )
+    def _packed_of(self, keys: PromptKeys) -> bytes:
+        """Its keys, packed once for a match and the prediction that follows it."""
+        if keys is not self._packed_keys:
+            self._packed_keys, self._packed = keys, pack_keys(keys.keys)
+        return self._packed
 
     def lookup(self, keys_by_block_tokens: Mapping[int, PromptKeys]) -> list[HolderMatch]:
         """Every holder that has confirmed the start of a prompt, or probably has it; predictions apart."""

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from kvroute.conductor.block_index import CPU, DISK, GPU
-from kvroute.conductor.index import Holder, HolderMatch, PrefixIndex
+from kvroute.conductor.index import MAX_PLACES, Holder, HolderMatch, PrefixIndex
 from kvroute.types import NO_MATCH, KeyMode, PrefixMatch, PromptKeys
 
 MIB = 2**20
@@ -300,3 +300,67 @@ def test_bad_arguments_are_named(message: str, make: object) -> None:
     assert callable(make)
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def expected_of(index: PrefixIndex, prompts: dict[int, PromptKeys], worker_id: str, sent: int) -> PrefixMatch:
+    """By what every holder has confirmed, and so many tokens predicted."""
+    ranks = [row for row in index.lookup(prompts) if row.holder.worker_id == worker_id]
+    if not ranks:
+        return PrefixMatch(sent, predicted_tokens=sent)
+    best = max(ranks, key=lambda row: (row.probable_tokens, row.gpu_tokens))
+    return PrefixMatch(
+        max(best.probable_tokens, sent),
+        best.gpu_tokens,
+        best.gpu_cpu_tokens,
+        best.confirmed_tokens,
+        sent,
+        best.holder.dp_rank if len(index.holders_of(worker_id)) > 1 else None,
+    )
+
+
+def test_matches_for_the_same_ids_follow_every_change_of_holders(index: PrefixIndex) -> None:
+    """Ids in one tuple, as the fleet has them; some holders have several ranks or another block size."""
+    seed = Random().randrange(2**32)
+    print(f"seed {seed}")
+    random = Random(seed)
+    names = tuple("abcdef")
+    chains = {16: chain(random, 8), 32: chain(random, 4)}
+    prompts = {size: prompt(keys, size) for size, keys in chains.items()}
+    sent: dict[str, int] = {}
+    for _ in range(400):
+        holder = Holder(random.choice(names), random.choice([0, 0, 1]))
+        size = index.block_tokens(holder)
+        match random.randrange(8):
+            case 0:
+                index.add_holder(holder, random.choice([16, 32]))
+            case 1:
+                index.clear(holder)
+                if size is not None:
+                    sent.pop(holder.worker_id, None)
+            case 2 if size is not None:
+                sent[holder.worker_id] = max(sent.get(holder.worker_id, 0), 3 * 16)
+                index.predict(holder.worker_id, prompt(chains[16][:3]))
+            case _ if size is not None:
+                held = chains[size][: random.randrange(1, len(chains[size]) + 1)]
+                confirm(index, holder, held, random.choice([GPU, CPU, DISK]))
+        expected = [expected_of(index, prompts, name, sent.get(name, 0)) for name in names]
+        assert index.match(prompts, names) == expected
+        assert index.match(prompts, [*names, names[0]]) == [*expected, expected[0]], "named twice"
+    index.remove_worker("a")
+    assert index.match(prompts, names)[0] == NO_MATCH
+
+
+def test_more_sequences_of_ids_than_are_remembered_have_their_answers(
+    index: PrefixIndex, random: Random
+) -> None:
+    keys = chain(random, 4)
+    orders = [tuple(random.sample("abcdef", 6)) for _ in range(MAX_PLACES + 3)]
+    index.add_holder(Holder("c"), BLOCK)
+    confirm(index, Holder("c"), keys)
+    for _ in range(2):
+        for order in orders:
+            assert [bool(match.tokens) for match in ask(index, keys, *order)] == [
+                name == "c" for name in order
+            ]
+            assert index.match({BLOCK: prompt(keys)}, order)[order.index("c")].gpu_tokens == 64
+    assert len(index._places) <= MAX_PLACES

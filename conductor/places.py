@@ -1,0 +1,66 @@
+"""Where the answers about some workers belong, and how rows of blocks become matches of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from kvroute.conductor.block_index import Match
+from kvroute.types import PrefixMatch
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Of one sequence of worker ids."""
+
+    worker_ids: Sequence[str]
+    """Kept, so that no other sequence can have its identity."""
+    at: dict[str, int]
+    """Worker id -> index."""
+    slots: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Tokens per block -> slot of a holder -> its worker's index."""
+    ranks: dict[int, int] = field(default_factory=dict)
+    """Slot -> data-parallel rank, of workers that have several."""
+
+    @classmethod
+    def of(cls, worker_ids: Sequence[str]) -> Places:
+        """Without any slots."""
+        return cls(worker_ids, {name: at for at, name in enumerate(worker_ids)})
+
+    def put_confirmed(self, rows: Iterable[Match], block_tokens: int, matches: list[PrefixMatch]) -> None:
+        """Of several ranks the best counts. Equal rows share one object: there may be hundreds."""
+        slots, ranks = self.slots.get(block_tokens, {}), self.ranks
+        shared: dict[tuple[int, ...], PrefixMatch] = {}
+        for row in rows:
+            slot = row[0]
+            at = slots.get(slot)
+            if at is None:
+                continue
+            counts = row[1:]
+            match = shared.get(counts)
+            if match is None:
+                gpu, _, _, gpu_cpu, known, probable = (count * block_tokens for count in counts)
+                match = shared[counts] = PrefixMatch(probable, gpu, gpu_cpu, known)
+            if slot in ranks:
+                other = matches[at]
+                if (match.tokens, match.gpu_tokens) <= (other.tokens, other.gpu_tokens):
+                    continue
+                match = replace(match, dp_rank=ranks[slot])
+            matches[at] = match
+
+    def put_predicted(self, tokens_by_worker: Mapping[str, int], matches: list[PrefixMatch]) -> None:
+        """What was sent to workers, those included that nobody asks about."""
+        for worker_id, tokens in tokens_by_worker.items():
+            at = self.at.get(worker_id)
+            if at is not None:
+                match = matches[at]
+                matches[at] = PrefixMatch(
+                    max(match.tokens, tokens),
+                    match.gpu_tokens,
+                    match.cpu_tokens,
+                    match.confirmed_tokens,
+                    tokens,
+                    match.dp_rank,
+                )
