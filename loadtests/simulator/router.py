@@ -41,6 +41,8 @@ class Ask(Struct, Generic[T], frozen=True):
     item: T
     view: RequestView
     keys: PromptKeys
+    since_s: float
+    """When it arrived."""
 
 
 class Placement(Struct, frozen=True):
@@ -147,13 +149,14 @@ class Router(Generic[T]):
             self.loads,
             matches,
             held_blocks,
-            keys.keys if shows_keys else (),
-            keys.block_tokens if shows_keys else 0,
-            self._paces,
-            self.lengths.expect(ask.view.model, ask.view.tenant, ask.view.max_output_tokens),
-            self._arrivals.per_s(now_s) / count,
-            [promised_s.get(id_, 0.0) for id_ in ids] if promised_s else (),
-            promised_s is not None,
+            keys=keys.keys if shows_keys else (),
+            block_tokens=keys.block_tokens if shows_keys else 0,
+            paces=self._paces,
+            output_tokens=self.lengths.expect(ask.view.model, ask.view.tenant, ask.view.max_output_tokens),
+            arrivals_per_s=self._arrivals.per_s(now_s) / count,
+            promised_s=[promised_s.get(id_, 0.0) for id_ in ids] if promised_s else (),
+            may_hold=promised_s is not None,
+            held_s=now_s - ask.since_s,
         )
 
     def _charge(self, ask: Ask[T], fleet: Fleet, decision: Decision) -> Placement:

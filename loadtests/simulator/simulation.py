@@ -137,7 +137,7 @@ class Simulation:
     def _arrive(self, record: Record) -> None:
         self._inside += 1
         arrival = record.arrival
-        ask: _Ask = Ask(record, arrival.view, arrival.keys)
+        ask: _Ask = Ask(record, arrival.view, arrival.keys, self.now_s)
         answer = self.router.arrive(ask)
         if isinstance(answer, Ticket):
             self._at(self.now_s + self.setting.hold_limit_s, self._expire, answer)

@@ -194,6 +194,9 @@ def test_a_held_request_is_asked_about_when_something_frees() -> None:
     assert second.placed_s == first.end_s
     assert second.worker == 1
     assert not policy.answers
+    assert second.placed_s is not None
+    assert [fleet.held_s for fleet in policy.seen[:2]] == [0.0, 0.0]
+    assert policy.seen[-1].held_s == pytest.approx(second.placed_s - 0.01)
 
 
 def test_held_requests_are_swept_where_that_is_asked_for() -> None:
