@@ -7,6 +7,7 @@ from random import Random
 from msgspec import Struct
 
 from kvroute.loadtests.plan.rows import Trace
+from kvroute.loadtests.simulator.workloads import SessionRow
 from kvroute.types import KeyMode, PromptKeys, RequestView
 
 
@@ -47,7 +48,11 @@ def arrivals(
         made.append(
             Arrival(
                 (row.arrival_s + jitter_s * late()) / speedup,
-                RequestView(prompt_tokens=row.input_tokens, stream=True),
+                RequestView(
+                    session_id=row.session_id if isinstance(row, SessionRow) else None,
+                    prompt_tokens=row.input_tokens,
+                    stream=True,
+                ),
                 PromptKeys(KeyMode.TOKENS, keys, block_tokens, row.input_tokens),
                 max(row.output_tokens, 1),
             )

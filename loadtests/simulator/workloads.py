@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import count
 from math import exp, log
 from random import Random
@@ -11,6 +12,13 @@ from kvroute.loadtests.plan.rows import Row, Trace
 
 BLOCK_TOKENS = 64
 MAX_PROMPT_TOKENS = 120_000
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRow(Row):
+    """A request of a client that says which session it belongs to."""
+
+    session_id: str
 
 
 class _Prompt:
@@ -32,8 +40,10 @@ class _Prompt:
             self.ids.append(next(self._fresh))
         return self
 
-    def row(self, arrival_s: float, output_tokens: int) -> Row:
-        return Row(arrival_s, self.tokens, output_tokens, tuple(self.ids))
+    def row(self, arrival_s: float, output_tokens: int, session: int | None = None) -> Row:
+        if session is None:
+            return Row(arrival_s, self.tokens, output_tokens, tuple(self.ids))
+        return SessionRow(arrival_s, self.tokens, output_tokens, tuple(self.ids), f"s{session}")
 
 
 _Session = Callable[[Random, float, Iterator[int], list[_Prompt]], Iterator[Row]]
@@ -51,10 +61,10 @@ def _popular(source: Random, shared: list[_Prompt]) -> _Prompt:
 
 def _chat(source: Random, at_s: float, fresh: Iterator[int], shared: list[_Prompt]) -> Iterator[Row]:
     """A person who talks: a system prompt, then turns about a minute apart that repeat all before them."""
-    prompt = _Prompt(fresh, _popular(source, shared))
+    prompt, session = _Prompt(fresh, _popular(source, shared)), next(fresh)
     while prompt.tokens < MAX_PROMPT_TOKENS:
         output = _tokens(source, 250, 0.8, 5, 2000)
-        yield prompt.grow(_tokens(source, 150, 1.2, 5, 16_000)).row(at_s, output)
+        yield prompt.grow(_tokens(source, 150, 1.2, 5, 16_000)).row(at_s, output, session)
         prompt.grow(output)
         at_s += output * 0.02 + source.expovariate(1 / 45)
         if source.random() < 0.2:
@@ -63,10 +73,11 @@ def _chat(source: Random, at_s: float, fresh: Iterator[int], shared: list[_Promp
 
 def _agent(source: Random, at_s: float, fresh: Iterator[int], shared: list[_Prompt]) -> Iterator[Row]:
     """A program that calls tools: long instructions, many short answers, seconds apart."""
-    prompt = _Prompt(fresh, _popular(source, shared)).grow(_tokens(source, 400, 0.8, 20, 8000))
+    prompt, session = _Prompt(fresh, _popular(source, shared)), next(fresh)
+    prompt.grow(_tokens(source, 400, 0.8, 20, 8000))
     for _ in range(source.randrange(3, 20)):
         output = _tokens(source, 90, 0.7, 5, 800)
-        yield prompt.row(at_s, output)
+        yield prompt.row(at_s, output, session)
         prompt.grow(output + _tokens(source, 700, 1.1, 20, 12_000))
         at_s += output * 0.02 + source.expovariate(1 / 4)
         if prompt.tokens > MAX_PROMPT_TOKENS:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from kvroute.cli_simulate import simulate
 from kvroute.loadtests.plan.rows import Row, Trace
+from kvroute.loadtests.simulator.arrivals import arrivals
 from kvroute.loadtests.simulator.compare import Comparison, Run, Variant, compare, interval
 from kvroute.loadtests.simulator.report import make_report
 from kvroute.loadtests.simulator.results import Limits
@@ -56,6 +57,18 @@ def test_who_comes_back_repeats_what_was_said() -> None:
 
     assert repeated("agents") > 0.7
     assert 0.5 < repeated("documents") < repeated("chat") < 1.0
+
+
+def test_clients_that_come_back_say_so() -> None:
+    first: dict[str | None, tuple[int, ...]] = {}
+    for arrival in arrivals(generate("agents", 200), BLOCK_TOKENS):
+        session = arrival.view.session_id
+        assert session is not None
+        keys = first.setdefault(session, tuple(arrival.keys.keys))
+        assert tuple(arrival.keys.keys)[: len(keys)] == keys
+    assert 5 < len(first) < 100
+    one_off = [arrival.view.session_id for arrival in arrivals(generate("documents", 50), BLOCK_TOKENS)]
+    assert one_off == [None] * 50
 
 
 def test_an_interval_holds_the_mean_and_needs_two() -> None:
