@@ -102,8 +102,7 @@ class PrefixIndex:
         self._holders: dict[int, tuple[Holder, int]] = {}
         """Slot of `blocks` -> (holder, its tokens per block)."""
         self._places: dict[int, Places] = {}
-        """By identity of the worker ids; forgotten when a holder gets a slot. A slot that is given up is no more
-        in any answer."""
+        """By identity of the worker ids; forgotten when a holder gets a slot. One given up is in no answer."""
         self._packed_keys: PromptKeys | None = None
         self._packed = b""
 
@@ -248,7 +247,9 @@ class PrefixIndex:
                 places.put_confirmed(self.blocks.match(packed), block_tokens, matches)
                 self._recent.expire()
                 for worker_id, blocks in self._recent.match(packed):
-                    predicted[worker_id] = max(predicted.get(worker_id, 0), blocks * block_tokens)
+                    tokens = blocks * block_tokens
+                    if tokens > predicted.get(worker_id, 0):
+                        predicted[worker_id] = tokens
             if self._routed.entries:
                 routed = self._routed.match(keys.keys, worker_ids)
                 for worker_id, blocks in zip(worker_ids, routed, strict=True):

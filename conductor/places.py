@@ -52,11 +52,15 @@ class Places:
 
     def put_predicted(self, tokens_by_worker: Mapping[str, int], matches: list[PrefixMatch]) -> None:
         """What was sent to workers, those included that nobody asks about."""
+        shared: dict[tuple[int, int], PrefixMatch] = {}
         for worker_id, tokens in tokens_by_worker.items():
             at = self.at.get(worker_id)
-            if at is not None:
-                match = matches[at]
-                matches[at] = PrefixMatch(
+            if at is None:
+                continue
+            match = matches[at]
+            both = shared.get((id(match), tokens))
+            if both is None:
+                both = shared[id(match), tokens] = PrefixMatch(
                     max(match.tokens, tokens),
                     match.gpu_tokens,
                     match.cpu_tokens,
@@ -64,3 +68,4 @@ class Places:
                     tokens,
                     match.dp_rank,
                 )
+            matches[at] = both

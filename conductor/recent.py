@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvroute.clock import Clock
@@ -64,10 +63,10 @@ class RecentPredictions:
         self._queue.append(_Prediction(self._clock() + self.lifetime_s, sender, keys))
         self._queued_bytes += PREDICTION_BYTES + len(keys)
 
-    def match(self, keys: bytes) -> Iterator[tuple[str, int]]:
+    def match(self, keys: bytes) -> list[tuple[str, int]]:
         """(worker id, contiguous blocks from the first) of each worker that was sent the first."""
-        for slot, blocks, *_ in self._blocks.match(keys):
-            yield self._names[slot], blocks
+        names = self._names
+        return [(names[row[0]], row[1]) for row in self._blocks.match(keys)]
 
     def forget(self, worker_id: str) -> None:
         """Nothing that was sent to this worker so far counts any more. Constant time."""
