@@ -102,7 +102,7 @@ class PrefixIndex:
         self._holders: dict[int, tuple[Holder, int]] = {}
         """Slot of `blocks` -> (holder, its tokens per block)."""
         self._places: dict[int, Places] = {}
-        """By identity of the worker ids; forgotten when a holder gets a slot. One given up is in no answer."""
+        """By identity of the worker ids; forgotten when a holder gets a slot. One given up is in no row."""
         self._packed_keys: PromptKeys | None = None
         self._packed = b""
 
@@ -255,7 +255,8 @@ class PrefixIndex:
                 for worker_id, blocks in zip(worker_ids, routed, strict=True):
                     if blocks and not (exactly and self._is_exact(worker_id)):
                         predicted[worker_id] = max(predicted.get(worker_id, 0), blocks * block_tokens)
-        places.put_predicted(predicted, matches)
+        if predicted:
+            places.put_predicted(predicted, matches)
         return matches
 
     def _match_bytes(

@@ -41,8 +41,10 @@ class Places:
             counts = row[1:]
             match = shared.get(counts)
             if match is None:
-                gpu, _, _, gpu_cpu, known, probable = (count * block_tokens for count in counts)
-                match = shared[counts] = PrefixMatch(probable, gpu, gpu_cpu, known)
+                _, gpu, _, _, gpu_cpu, known, probable = row
+                match = shared[counts] = PrefixMatch(
+                    probable * block_tokens, gpu * block_tokens, gpu_cpu * block_tokens, known * block_tokens
+                )
             if slot in ranks:
                 other = matches[at]
                 if (match.tokens, match.gpu_tokens) <= (other.tokens, other.gpu_tokens):
@@ -61,7 +63,7 @@ class Places:
             both = shared.get((id(match), tokens))
             if both is None:
                 both = shared[id(match), tokens] = PrefixMatch(
-                    max(match.tokens, tokens),
+                    match.tokens if match.tokens > tokens else tokens,
                     match.gpu_tokens,
                     match.cpu_tokens,
                     match.confirmed_tokens,

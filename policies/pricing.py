@@ -221,6 +221,21 @@ def price_sides(request: RequestView, fleet: Fleet, weights: Weights, paces: Seq
     return sides
 
 
+def price_one(request: RequestView, fleet: Fleet, weights: Weights, at: int, promised_s: float = 0.0) -> Side:
+    """Terms of the worker with this index, with so much promised there. The fleet needs its paces."""
+    one = Fleet(
+        fleet.now_s,
+        (fleet.workers[at],),
+        (fleet.loads[at],),
+        (fleet.matches[at],) if fleet.matches else (),
+        paces=(fleet.paces[at],),
+        output_tokens=fleet.output_tokens,
+        arrivals_per_s=fleet.arrivals_per_s,
+        promised_s=(promised_s,),
+    )
+    return price_sides(request, one, weights, one.paces)[0]
+
+
 def cheapest_source(match: PrefixMatch, prompt_tokens: int, pace: Pace) -> tuple[int, int, float]:
     """Which part of a known prefix is worth using: (cached tokens, of those loaded, seconds of the load).
 

@@ -26,7 +26,7 @@ from kvroute.policies.pricing import (
     Side,
     Weights,
     cheapest_source,
-    price_sides,
+    price_one,
 )
 from kvroute.types import Fleet, PrefixMatch, RequestView
 
@@ -134,22 +134,10 @@ class PricedColumns:
     def __getitem__(self, at: int) -> Side:
         side = self._made.get(at)
         if side is None:
-            side = self._made[at] = self._side(at)
+            promised_s = self._fleet.promised_s[at] if self._fleet.promised_s else 0.0
+            side = price_one(self._request, self._fleet, self._weights, at, promised_s)
+            self._made[at] = side
         return side
-
-    def _side(self, at: int) -> Side:
-        fleet = self._fleet
-        one = Fleet(
-            fleet.now_s,
-            (fleet.workers[at],),
-            (fleet.loads[at],),
-            (fleet.matches[at],) if fleet.matches else (),
-            paces=(fleet.paces[at],),
-            output_tokens=fleet.output_tokens,
-            arrivals_per_s=fleet.arrivals_per_s,
-            promised_s=(fleet.promised_s[at],) if fleet.promised_s else (),
-        )
-        return price_sides(self._request, one, self._weights, one.paces)[0]
 
     def cheapest(self, start: int) -> tuple[int, float]:
         prices = self.total_s

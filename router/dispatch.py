@@ -17,8 +17,9 @@ from kvroute.policies.base import Policy, Prices
 from kvroute.policies.costs.lengths import OutputLengths
 from kvroute.policies.costs.links import Link
 from kvroute.policies.costs.rates import Rate
-from kvroute.policies.pricing import FREE, price_sides
+from kvroute.policies.pricing import FREE, price_one
 from kvroute.policies.ties import least_loaded_index
+from kvroute.policies.ttft import Ttft
 from kvroute.router.decision_log import DecisionLog
 from kvroute.router.errors import Failure, GatewayError, shorten
 from kvroute.router.knowledge import NO_PROMPT, Knowledge, Prompt
@@ -103,6 +104,9 @@ class Dispatcher:
         self._needs_active_keys = any(
             getattr(each.policy, "needs_active_keys", False) for each in (policy, shadow) if each is not None
         )
+        asked: object = policy.policy
+        self._prices_alike = type(asked) is Ttft
+        """Its costs are by the time model that the books are kept by: others' may be of any kind."""
         self._arrivals = Rate()
         self.lengths = OutputLengths()
         self._reasons: set[str] = set()
@@ -184,23 +188,20 @@ class Dispatcher:
         at = _index_of(decision.candidate.decode, fleet)
         member, pace, now_s = eligible.members[at], eligible.paces[at], fleet.now_s
         match = fleet.matches[at] if fleet.matches else NO_MATCH
-        one = Fleet(
-            now_s,
-            (fleet.workers[at],),
-            (fleet.loads[at],),
-            (match,),
-            paces=(pace,),
-            output_tokens=fleet.output_tokens,
-        )
-        side = price_sides(request.view, one, FREE, one.paces)[0]
-        prompt_tokens, cached = request.view.prompt_tokens, side.cached_tokens
-        raw_s = side.raw_prefill_s
-        if decision.pull is not None:
-            cached = min(cached + decision.pull.tokens, prompt_tokens)
-            raw_s = pace.speed.marginal_prefill_s(prompt_tokens - cached, cached)
-        ttft_s = side.queue_s + side.load_s + side.room_s + raw_s * pace.prefill_scale
+        prompt_tokens, cost = request.view.prompt_tokens, decision.cost
+        is_whole = decision.pull is None and decision.candidate.prefill is decision.candidate.decode
+        if cost is not None and is_whole and self._prices_alike:
+            raw_s, cached = cost.prefill_s / pace.prefill_scale, decision.matched_tokens
+            ttft_s, itl_s = cost.ttft_s, cost.itl_s
+        else:
+            side = price_one(request.view, fleet, FREE, at)
+            raw_s, cached, itl_s = side.raw_prefill_s, side.cached_tokens, side.itl_s
+            if decision.pull is not None:
+                cached = min(cached + decision.pull.tokens, prompt_tokens)
+                raw_s = pace.speed.marginal_prefill_s(prompt_tokens - cached, cached)
+            ttft_s = side.queue_s + side.load_s + side.room_s + raw_s * pace.prefill_scale
         prediction = Prediction(
-            ttft_s + pace.overhead_s, side.itl_s, ttft_s / pace.prefill_scale, side.itl_s / pace.decode_scale
+            ttft_s + pace.overhead_s, itl_s, ttft_s / pace.prefill_scale, itl_s / pace.decode_scale
         )
         lease = self._registry.charge(
             member,
