@@ -10,7 +10,7 @@ from multiprocessing import get_context
 import numpy as np
 
 from kvroute.loadtests.plan.rows import Trace
-from kvroute.loadtests.simulator.arrivals import arrivals
+from kvroute.loadtests.simulator.arrivals import PROCESSES, arrivals
 from kvroute.loadtests.simulator.results import Limits, Result, summarize
 from kvroute.loadtests.simulator.setting import Setting
 from kvroute.loadtests.simulator.simulation import Simulation
@@ -55,6 +55,8 @@ class Comparison:
     speedups: Sequence[float] = (1.0,)
     seeds: int = 1
     jitter_s: float = 0.0
+    process: str = "trace"
+    """How requests arrive: see `arrivals`."""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -64,6 +66,8 @@ class Comparison:
             raise ValueError(f"--seeds must be at least 1, got {self.seeds}")
         if len(self.runs) > MAX_RUNS:
             raise ValueError(f"{len(self.runs)} runs; at most {MAX_RUNS} are made")
+        if self.process not in PROCESSES:
+            raise ValueError(f"--arrivals: unknown {self.process!r}; known: {', '.join(PROCESSES)}")
         for speedup in self.speedups:
             if not 0 < speedup < float("inf"):
                 raise ValueError(f"--speedup must be positive, got {speedup}")
@@ -84,7 +88,12 @@ class Comparison:
         """Make one run."""
         simulation = Simulation(self.setting, self.variants[run.variant].policy_for(run.seed))
         requests = arrivals(
-            self.trace(run.seed), self.setting.block_tokens, run.speedup, self.jitter_s, run.seed
+            self.trace(run.seed),
+            self.setting.block_tokens,
+            run.speedup,
+            self.jitter_s,
+            run.seed,
+            self.process,
         )
         return summarize(simulation, simulation.run(requests), self.limits)
 

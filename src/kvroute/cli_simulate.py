@@ -40,6 +40,9 @@ def simulate(
     jitter: Annotated[
         str, typer.Option(help="Of a trace stamped by ticks: each request up to so much later.")
     ] = "0",
+    arrivals: Annotated[
+        str, typer.Option(help="When requests come: trace (as recorded), poisson, or gamma (bursty).")
+    ] = "trace",
     seeds: Annotated[int, typer.Option(help="Repetitions, with other jitter or another workload.")] = 3,
     preset: Annotated[
         str, typer.Option(help="Engine speed by name, or a file of `kvroute calibrate`.")
@@ -90,6 +93,7 @@ def simulate(
                 tuple(speedup or (1.0,)),
                 seeds,
                 parse_seconds(jitter, "--jitter", zero_ok=True),
+                arrivals,
                 Limits(parse_seconds(ttft_limit, "--ttft-limit"), parse_seconds(tpot_limit, "--tpot-limit")),
             )
         except (PolicyError, PresetError) as error:

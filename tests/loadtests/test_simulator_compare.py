@@ -112,6 +112,13 @@ def test_chance_follows_the_seed() -> None:
     assert fixed.simulate(Run(0, 1.0, 1)) == fixed.simulate(Run(0, 1.0, 2))
 
 
+def test_drawn_arrivals_are_others_than_the_traces() -> None:
+    asis, drawn = (
+        compare(small(process=process))[Run(0, 1.0, 1)].duration_s for process in ("trace", "gamma")
+    )
+    assert asis != drawn
+
+
 def test_more_processes_change_nothing() -> None:
     comparison = small()
     heard: list[Run] = []
@@ -183,6 +190,7 @@ def test_the_command_compares_over_a_trace(tmp_path: Path) -> None:
         (["--workers", "0"], "workers must be at least 1, got 0"),
         (["--preset", "tpu"], "speed 'tpu' is neither a preset nor a file; known: "),
         (["--jitter", "3"], "--jitter"),
+        (["--arrivals", "flood"], "--arrivals: unknown 'flood'; known: trace, poisson, gamma"),
         (["--ttft-limit", "0s"], "--ttft-limit"),
         (["--block-size", "48"], "block_tokens must divide the trace's blocks of 64 tokens, got 48"),
     ],
