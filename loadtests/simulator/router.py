@@ -15,16 +15,19 @@ from kvroute.clock import Clock
 from kvroute.conductor.index import PrefixIndex
 from kvroute.load import Charge, WorkerLoad
 from kvroute.policies.base import Policy
+from kvroute.policies.costs.calibration import Calibration
 from kvroute.policies.costs.lengths import OutputLengths
 from kvroute.policies.costs.pace import Pace
 from kvroute.policies.costs.rates import Rate
 from kvroute.policies.holding import HoldQueue, Ticket
-from kvroute.policies.pricing import FREE, price_sides
+from kvroute.policies.pricing import FREE, price_one
 from kvroute.types import (
     NO_MATCH,
     Decision,
     Fleet,
     Hold,
+    Outcome,
+    Prediction,
     PrefixMatch,
     PromptKeys,
     Rejection,
@@ -53,13 +56,25 @@ class Placement(Struct, frozen=True):
     charge: Charge
     match: PrefixMatch
     """What the worker is thought to hold of the prompt, whatever the policy made of it."""
+    prediction: Prediction
+    chosen_s: float
+
+
+class Served(Struct, frozen=True):
+    """What a client and an engine's usage tell of an answer that has ended."""
+
+    first_s: float
+    output_tokens: int
+    cached_tokens: int
 
 
 Answer = Placement | Rejection
 
 
 class Router(Generic[T]):
-    """One gateway over a fixed fleet. `predicts`: what was routed counts as held until events have come."""
+    """One gateway over a fixed fleet. `predicts`: what was routed counts as held until events have come.
+    With a `calibration`, answers correct the paces.
+    """
 
     def __init__(
         self,
@@ -71,6 +86,7 @@ class Router(Generic[T]):
         *,
         predicts: bool = True,
         hold_limit: int = 1024,
+        calibration: Calibration | None = None,
     ) -> None:
         self.workers = workers
         self.loads = [WorkerLoad() for _ in workers]
@@ -78,13 +94,17 @@ class Router(Generic[T]):
         self._policy = policy
         self._needs_prefix = policy.needs_prefix
         self._needs_active_keys = bool(getattr(policy, "needs_active_keys", False))
-        self._paces = paces
+        self.paces = paces
         self._index = index
         self._ids = [worker.id for worker in workers]
         self._clock = clock
         self._predicts = predicts
         self._arrivals = Rate()
         self._queue: HoldQueue[Ask[T]] = HoldQueue(hold_limit)
+        self._calibration = calibration
+        if calibration is not None:
+            for worker, pace in zip(workers, paces, strict=True):
+                calibration.start(worker.id, pace, pace.speed)
 
     @property
     def held(self) -> int:
@@ -114,10 +134,37 @@ class Router(Generic[T]):
         """Its prefill is over."""
         placement.charge.first_byte(self._clock())
 
-    def finish(self, ask: Ask[T], placement: Placement, output_tokens: int) -> None:
+    def finish(self, ask: Ask[T], placement: Placement, served: Served) -> None:
         """It is over."""
-        placement.charge.release(self._clock())
-        self.lengths.observe(ask.view.model, ask.view.tenant, output_tokens)
+        now_s = self._clock()
+        placement.charge.release(now_s)
+        self.lengths.observe(ask.view.model, ask.view.tenant, served.output_tokens)
+        if self._calibration is None:
+            return
+        worker, pace = self.workers[placement.worker], self.paces[placement.worker]
+        more = served.output_tokens - 1
+        outcome = Outcome(
+            worker,
+            200,
+            ttft_s=served.first_s - placement.chosen_s,
+            e2e_s=now_s - placement.chosen_s,
+            prompt_tokens=ask.view.prompt_tokens,
+            cached_tokens=served.cached_tokens,
+            completion_tokens=served.output_tokens,
+            matched_tokens=placement.decision.matched_tokens,
+            itl_s=(now_s - served.first_s) / more if more else None,
+            prediction=placement.prediction,
+        )
+        self._calibration.observe(
+            worker.id,
+            pace,
+            outcome,
+            pace.speed,
+            now_s=now_s,
+            charge=placement.charge,
+            match=placement.match,
+            streamed=ask.view.stream,
+        )
 
     def choose(self, ask: Ask[T]) -> Answer:
         """An answer that is no `Hold`."""
@@ -151,7 +198,7 @@ class Router(Generic[T]):
             held_blocks,
             keys=keys.keys if shows_keys else (),
             block_tokens=keys.block_tokens if shows_keys else 0,
-            paces=self._paces,
+            paces=self.paces,
             output_tokens=self.lengths.expect(ask.view.model, ask.view.tenant, ask.view.max_output_tokens),
             arrivals_per_s=self._arrivals.per_s(now_s) / count,
             promised_s=[promised_s.get(id_, 0.0) for id_ in ids] if promised_s else (),
@@ -163,12 +210,9 @@ class Router(Generic[T]):
         """Add what the request will cost its worker, by the same time model whatever the policy."""
         chosen = decision.candidate.decode
         at = next(i for i, worker in enumerate(self.workers) if worker is chosen)
-        load, pace = self.loads[at], self._paces[at]
+        load, pace = self.loads[at], self.paces[at]
         match = fleet.matches[at] if fleet.matches else NO_MATCH
-        one = Fleet(
-            fleet.now_s, (chosen,), (load,), (match,), paces=(pace,), output_tokens=fleet.output_tokens
-        )
-        side = price_sides(ask.view, one, FREE, one.paces)[0]
+        side = price_one(ask.view, fleet, FREE, at)
         prompt_tokens = ask.view.prompt_tokens
         charge = load.charge(
             fleet.now_s,
@@ -180,4 +224,8 @@ class Router(Generic[T]):
         )
         if self._predicts and self._needs_prefix:
             self._index.predict(chosen.id, ask.keys)
-        return Placement(at, decision, charge, match)
+        ttft_s = side.queue_s + side.load_s + side.room_s + side.prefill_s
+        prediction = Prediction(
+            ttft_s + pace.overhead_s, side.itl_s, ttft_s / pace.prefill_scale, side.itl_s / pace.decode_scale
+        )
+        return Placement(at, decision, charge, match, prediction, fleet.now_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvroute.loadtests.mock_engine.scheduler import Scheduler
 from kvroute.loadtests.mock_engine.steps import StepTimes
@@ -38,8 +38,10 @@ class Setting:
     predicts: bool = True
     """Whether a prompt just routed counts as held until events have come, as in the gateway."""
     prefill_error: float = 1.0
-    """What the router takes prefill to be, as a multiple of the truth; the same for decode steps."""
+    """What the router's preset makes of prefill, as a multiple of the truth; the same for decode steps."""
     decode_error: float = 1.0
+    learns: bool = False
+    """Whether answers correct the router's paces, as in the gateway; they begin at the bare preset."""
     hold_limit: int = 1024
     hold_limit_s: float = 60.0
     sweep_s: float | None = None
@@ -70,11 +72,16 @@ class Setting:
         return self.step_times or self.speed.calibrated(self.scale, self.offset_ms)
 
     def pace(self) -> Pace:
-        """What the router knows of one engine."""
-        return Pace(
-            self.speed,
-            self.scale * self.prefill_error,
-            self.scale * self.decode_error,
-            self.request_overhead_s,
-            self.kv_tokens,
+        """What the router knows of one engine at first."""
+        wrong, speed = self.prefill_error, self.speed
+        known = replace(
+            speed,
+            floor_ms=speed.floor_ms * wrong,
+            base_ms=speed.base_ms * wrong,
+            token_ms=speed.token_ms * wrong,
+            attention_ms=speed.attention_ms * wrong,
+            decode_base_ms=speed.decode_base_ms * self.decode_error,
+            decode_sequence_ms=speed.decode_sequence_ms * self.decode_error,
+            decode_context_ms=speed.decode_context_ms * self.decode_error,
         )
+        return Pace(known, self.scale, self.scale, self.request_overhead_s, self.kv_tokens)

@@ -17,9 +17,10 @@ from kvroute.loadtests.mock_engine.sequences import Sequence as EngineSequence
 from kvroute.loadtests.mock_engine.steps import Outcome
 from kvroute.loadtests.simulator.arrivals import Arrival
 from kvroute.loadtests.simulator.engine import SimulatedEngine
-from kvroute.loadtests.simulator.router import Answer, Ask, Placement, Router
+from kvroute.loadtests.simulator.router import Answer, Ask, Placement, Router, Served
 from kvroute.loadtests.simulator.setting import Setting
 from kvroute.policies.base import Policy
+from kvroute.policies.costs.calibration import Calibration
 from kvroute.policies.holding import Ticket
 from kvroute.types import Rejection, Worker
 
@@ -79,6 +80,7 @@ class Simulation:
             self._clock,
             predicts=setting.predicts,
             hold_limit=setting.hold_limit,
+            calibration=Calibration() if setting.learns else None,
         )
         self.running_integral_s = 0.0
         """Requests in the system (held ones too) times seconds."""
@@ -254,9 +256,12 @@ class Simulation:
                 freed = True
         for sequence in outcome.finished:
             running = sequence.payload
-            running.record.end_s = self.now_s
-            self.router.finish(running.ask, running.placement, running.record.arrival.output_tokens)
-            self._leave(running.record)
+            record = running.record
+            record.end_s = self.now_s
+            assert record.first_s is not None
+            served = Served(record.first_s, sequence.output_tokens, record.cached_tokens)
+            self.router.finish(running.ask, running.placement, served)
+            self._leave(record)
         if freed:
             self._pump()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, stdev
 from typing import ClassVar
 
 import pytest
@@ -178,11 +180,24 @@ def test_the_router_sees_its_books_its_own_output_lengths_and_its_paces() -> Non
     lengths.observe(None, "", 7)
     assert before.output_tokens == 300
     assert after.output_tokens == lengths.expect(None) < 300
-    assert after.paces[0].prefill_scale == pytest.approx(0.77)
-    assert (after.paces[0].decode_scale, after.paces[0].kv_tokens) == (1.1, 100_000)
+    pace = after.paces[0]
+    assert pace.prefill_s(5000, 100) == pytest.approx(1.1 * 0.7 * SPEED.prefill_s(5000, 100))
+    assert pace.decode_s(8, 9000) == pytest.approx(1.1 * SPEED.decode_s(8, 9000))
+    assert pace.kv_tokens == 100_000
     load = simulation.router.loads[0]
     assert load.prefilled_s > 0
     assert (load.requests, load.context_tokens, load.pending_prefill_s) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("error", [1 / 3, 3.0])
+def test_answers_correct_a_wrong_preset(error: float) -> None:
+    """Within the first 200 answers, to within a tenth."""
+    setting = Setting(workers=4, block_tokens=64, prefill_error=error, decode_error=error, learns=True)
+    simulation = Simulation(setting, make_policy("ttft", {}))
+    simulation.run(arrivals(generate("mixed", 200, 4.0, 1), 64))
+    pace = simulation.router.paces[0]
+    assert pace.prefill_s(6000) + pace.overhead_s == pytest.approx(1.1 * SPEED.prefill_s(6000), rel=0.1)
+    assert pace.decode_s(4, 20_000) == pytest.approx(1.1 * SPEED.decode_s(4, 20_000), rel=0.1)
 
 
 def test_a_held_request_is_asked_about_when_something_frees() -> None:
@@ -248,6 +263,18 @@ def test_arrivals_are_late_within_the_jitter_and_faster_by_the_speedup() -> None
     assert made == arrivals(trace, 512, speedup=2.0, jitter_s=3.0, seed=4)
     assert made != arrivals(trace, 512, speedup=2.0, jitter_s=3.0, seed=5)
     assert (made[3].keys.keys, made[3].output_tokens) == ((3,), 1)
+
+
+@pytest.mark.parametrize(("process", "variation"), [("poisson", 1.0), ("gamma", 2.0)])
+def test_drawn_arrivals_keep_the_rate_and_the_order(process: str, variation: float) -> None:
+    trace = Trace("test", 512, tuple(Row(3.0 * (i // 4), 600, 1, (i, -1)) for i in range(4000)))
+    made = arrivals(trace, 512, speedup=2.0, seed=1, process=process)
+    gaps = [b.arrival_s - a.arrival_s for a, b in pairwise(made)]
+    assert fmean(gaps) == pytest.approx(0.375, rel=0.1)
+    assert stdev(gaps) / fmean(gaps) == pytest.approx(variation, rel=0.1)
+    assert [arrival.keys.keys for arrival in made] == [(i,) for i in range(4000)]
+    with pytest.raises(ValueError, match="unknown arrivals 'flood'; known: trace, poisson, gamma"):
+        arrivals(trace, 512, process="flood")
 
 
 def test_smaller_blocks_than_the_traces_are_its_parts() -> None:
