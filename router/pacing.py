@@ -43,16 +43,17 @@ class Pacing:
         member = choice.member
         if member.state is State.GONE:
             return
+        now_s = self._clock()
         self._calibration.observe(
             member.worker.id,
             member.pace,
             outcome,
             _hardware_class(member),
+            now_s=now_s,
             charge=choice.lease.charge,
             match=choice.match,
             streamed=request.stream,
         )
-        now_s = self._clock()
         self._answered_s[member.worker.id] = now_s
         if now_s - self._looked_s > LOOK_EVERY_S:
             self._look_after_idle(now_s)

@@ -88,7 +88,7 @@ class FifoWorker:
         def answer(at_s: float) -> None:
             charge.first_byte(at_s)
             charge.release(at_s)
-            self.calibration.observe(self.key, pace, outcome, "class", charge=charge)
+            self.calibration.observe(self.key, pace, outcome, "class", now_s=at_s, charge=charge)
 
         self.answers.append((first_s, number, answer))
         self.answers.sort(key=lambda each: each[0])
