@@ -166,7 +166,7 @@ class Limits(Group):
         default=1_024, description="requests that wait for a worker to free, where the policy holds; 0: none"
     )
     held_s: Seconds = Field(
-        default=30.0, description="longest such wait; then the best worker gets it as it is"
+        default=120.0, description="longest such wait; then the best worker gets it as it is"
     )
 
 
