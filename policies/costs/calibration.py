@@ -64,10 +64,13 @@ class _Class:
     def reprice(self) -> None:
         """Price its workers by the estimates, when they have moved."""
         line, price = self.prefill, self.price
-        if abs(log(self.decode.value / price.decode_scale)) > REPRICE or any(
-            abs(_off(line.predict(wait_s), _predict(price, wait_s))) > REPRICE for wait_s in REPRICE_AT_S
-        ):
+        if abs(log(self.decode.value / price.decode_scale)) > REPRICE:
             self._write()
+            return
+        for wait_s in REPRICE_AT_S:
+            if abs(_off(line.predict(wait_s), _predict(price, wait_s))) > REPRICE:
+                self._write()
+                return
 
     def adopt(self) -> None:
         """When nobody whom it could learn from follows any more, it is what its best known worker is."""
@@ -271,11 +274,11 @@ class Calibration:
         byte of an answer that is not `streamed` comes with the last, so its TTFT is none. `now_s` tells which
         answers came together.
         """
-        member = self._member(worker_key, pace, hardware_class)
+        peers, member = self._member(worker_key, pace, hardware_class)
         if outcome.failure is not None or outcome.status is None or not 200 <= outcome.status < 300:
             return
         _learn_reliability(pace, outcome, match)
-        prediction, peers = outcome.prediction, self._classes[hardware_class]
+        prediction = outcome.prediction
         if prediction is None:
             return
         member.answers += 1
@@ -291,11 +294,12 @@ class Calibration:
         if member.judge(peers):
             peers.adopt()
 
-    def _member(self, worker_key: Hashable, pace: Pace, hardware_class: Hashable) -> _Worker:
+    def _member(self, worker_key: Hashable, pace: Pace, hardware_class: Hashable) -> tuple[_Class, _Worker]:
         if self._class_of.get(worker_key) == hardware_class and worker_key in self._class_of:
-            member = self._classes[hardware_class].members[worker_key]
+            known = self._classes[hardware_class]
+            member = known.members[worker_key]
             if member.pace is pace:
-                return member
+                return known, member
         self.forget(worker_key)
         peers = self._classes.pop(hardware_class, None) or _Class()
         self._classes[hardware_class] = peers
@@ -303,7 +307,7 @@ class Calibration:
         member = peers.members[worker_key] = _Worker(pace)
         member.write(peers.price)
         self._drop_classes()
-        return member
+        return peers, member
 
     def _drop_classes(self) -> None:
         """Those without workers, oldest first, while there are too many."""

@@ -7,7 +7,7 @@ outlier, and soon counts in full.
 
 from __future__ import annotations
 
-from math import copysign, exp, log, sqrt
+from math import exp, log, sqrt
 
 MIN_SCALE, MAX_SCALE = 0.05, 20.0
 MAX_OVERHEAD_S = 0.05
@@ -45,10 +45,15 @@ class _Spread:
 
     def limited(self, off: float, weight: float = 1.0) -> float:
         """The part of `off` that counts; it is learned from by so much of an observation."""
-        limit = min(max(_LIMIT_SPREADS * self.value, _MIN_LIMIT), _MAX_LIMIT)
-        counted = min(abs(off), limit)
+        limit = _LIMIT_SPREADS * self.value
+        if limit < _MIN_LIMIT:
+            limit = _MIN_LIMIT
+        elif limit > _MAX_LIMIT:
+            limit = _MAX_LIMIT
+        size = abs(off)
+        counted = size if size < limit else limit
         self.value += weight * _SPREAD_GAIN * (counted - self.value)
-        return copysign(counted, off)
+        return counted if off > 0 else -counted
 
 
 class Line:
