@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from math import inf
 from typing import TYPE_CHECKING
 
 from kvroute.clock import Clock, monotonic
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 IDLE_S = 60.0
 """After so long without an answer, a worker is priced like its class again."""
 LOOK_EVERY_S = 5.0
+HEED_EVERY_S = 0.02
+"""Of one worker, an answer so soon after another is not looked at: they tell the same, and all take time."""
 
 
 class Pacing:
@@ -39,13 +42,17 @@ class Pacing:
         metrics.add_source(self)
 
     def observe(self, choice: Choice, request: RequestView, outcome: Outcome) -> None:
-        """An attempt is over. Failures and refusals teach nothing."""
+        """An attempt is over. Failures and refusals teach nothing, nor do answers that follow too quickly."""
         member = choice.member
         if member.state is State.GONE:
             return
         now_s = self._clock()
+        worker_id = member.worker.id
+        if now_s - self._answered_s.get(worker_id, -inf) < HEED_EVERY_S:
+            return
+        self._answered_s[worker_id] = now_s
         self._calibration.observe(
-            member.worker.id,
+            worker_id,
             member.pace,
             outcome,
             _hardware_class(member),
@@ -54,7 +61,6 @@ class Pacing:
             match=choice.match,
             streamed=request.stream,
         )
-        self._answered_s[member.worker.id] = now_s
         if now_s - self._looked_s > LOOK_EVERY_S:
             self._look_after_idle(now_s)
         if outcome.failure is not None or outcome.status != 200:
