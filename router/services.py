@@ -64,7 +64,7 @@ def make_services(
         RetryBudget(config.retry),
         knowledge,
         waiting,
-        Pacing(registry, dispatcher.lengths, metrics),
+        Pacing(registry, dispatcher.lengths, metrics, monotonic),
         decision_log,
         tokens,
         hints,
