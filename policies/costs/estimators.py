@@ -25,7 +25,7 @@ OVERHEAD_SPREAD_S = 0.03
 is overhead and what is scale, the rest is scale."""
 LEAST_ANCHOR = 0.1
 """Observations that an anchor is worth which nothing stands behind."""
-BUNCH_PAUSE_S, BUNCH_S = 0.3, 1.0
+BUNCH_PAUSE_S, BUNCH_S = 0.3, 0.5
 BUNCHES = 20
 """How many of the last count."""
 

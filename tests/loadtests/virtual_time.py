@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -21,8 +22,12 @@ class _Selector(selectors.DefaultSelector):
     now_s = 1000.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        ready = super().select(0 if timeout == 0 else GRACE_S)
+        ready = super().select(0)
         if ready or timeout == 0:
+            return ready
+        time.sleep(GRACE_S)  # epoll waits in whole milliseconds
+        ready = super().select(0)
+        if ready:
             return ready
         if timeout is None:
             return super().select(None)
