@@ -19,7 +19,9 @@ class Policy(Protocol):
     one of them. `Hold` is accepted only where `fleet.may_hold`; the request then waits in the gateway, and is
     decided on again when a worker frees, at the latest after the gateway's limit.
 
-    A class may say `needs_active_keys = True` to have `active_keys` of the loads filled in.
+    A class may say `needs_active_keys = True` to have `active_keys` of the loads filled in, and
+    `needs_seconds = True` to have their prefill seconds, and paces that answers have corrected; what nobody
+    needs costs nothing.
 
     A raised exception or an answer that is none is counted, and the request goes to the least loaded worker
     instead. A decision that overruns the gateway's time budget is counted and kept; after five in a row the

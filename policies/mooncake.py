@@ -46,6 +46,7 @@ class Mooncake:
     """
 
     needs_prefix: ClassVar[bool] = True
+    needs_seconds: ClassVar[bool] = True
 
     @dataclass(frozen=True, slots=True)
     class Options:

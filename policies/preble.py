@@ -66,6 +66,7 @@ class Preble:
     """
 
     needs_prefix: ClassVar[bool] = True
+    needs_seconds: ClassVar[bool] = True
 
     @dataclass(frozen=True, slots=True)
     class Options:

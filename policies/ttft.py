@@ -55,6 +55,7 @@ class Ttft:
     """
 
     needs_prefix: ClassVar[bool] = True
+    needs_seconds: ClassVar[bool] = True
 
     @dataclass(frozen=True, slots=True)
     class Options:

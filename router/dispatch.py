@@ -67,7 +67,8 @@ class Choice(Struct, frozen=True):
     lease: Lease
     match: PrefixMatch
     """What the chosen worker is thought to hold of the prompt, whatever the policy made of it."""
-    prediction: Prediction
+    prediction: Prediction | None
+    """None where no policy prices."""
     chosen_s: float
 
 
@@ -101,11 +102,11 @@ class Dispatcher:
         self._timer = timer
         self._decision_time = metrics.decision_time.of()
         self._turn = 0
-        self._needs_active_keys = any(
-            getattr(each.policy, "needs_active_keys", False) for each in (policy, shadow) if each is not None
-        )
-        asked: object = policy.policy
-        self._prices_alike = type(asked) is Ttft
+        asked = [each.policy for each in (policy, shadow) if each is not None]
+        self._needs_active_keys = any(getattr(each, "needs_active_keys", False) for each in asked)
+        self._needs_seconds = any(getattr(each, "needs_seconds", False) for each in asked)
+        chooser: object = policy.policy
+        self._prices_alike = type(chooser) is Ttft
         """Its costs are by the time model that the books are kept by: others' may be of any kind."""
         self._arrivals = Rate()
         self.lengths = OutputLengths()
@@ -186,9 +187,33 @@ class Dispatcher:
         """Add what the request will cost its worker, by the same time model whatever the policy."""
         # The worker may be known to the policy by an older description than the registry's.
         at = _index_of(decision.candidate.decode, fleet)
-        member, pace, now_s = eligible.members[at], eligible.paces[at], fleet.now_s
+        member, now_s = eligible.members[at], fleet.now_s
         match = fleet.matches[at] if fleet.matches else NO_MATCH
-        prompt_tokens, cost = request.view.prompt_tokens, decision.cost
+        prompt_tokens = request.view.prompt_tokens
+        raw_s, prediction = 0.0, None
+        if self._needs_seconds:
+            raw_s, cached, prediction = self._predict(request, fleet, decision, at)
+        else:
+            cached = min(match.tokens, prompt_tokens)
+        lease = self._registry.charge(
+            member,
+            now_s,
+            prefill_s=raw_s,
+            prompt_tokens=prompt_tokens,
+            uncached_tokens=prompt_tokens - cached,
+            output_tokens=fleet.output_tokens,
+            keys=fleet.keys,
+        )
+        if prompt.sets:
+            self._knowledge.routed(member, prompt)
+        return Choice(member, decision, lease, match, prediction, now_s)
+
+    def _predict(
+        self, request: ParsedRequest, fleet: Fleet, decision: Decision, at: int
+    ) -> tuple[float, int, Prediction]:
+        """Prefill in seconds of the preset, cached tokens, and what to expect of the chosen worker."""
+        pace, cost = fleet.paces[at], decision.cost
+        prompt_tokens = request.view.prompt_tokens
         is_whole = decision.pull is None and decision.candidate.prefill is decision.candidate.decode
         if cost is not None and is_whole and self._prices_alike:
             raw_s, cached = cost.prefill_s / pace.prefill_scale, decision.matched_tokens
@@ -203,18 +228,7 @@ class Dispatcher:
         prediction = Prediction(
             ttft_s + pace.overhead_s, itl_s, ttft_s / pace.prefill_scale, itl_s / pace.decode_scale
         )
-        lease = self._registry.charge(
-            member,
-            now_s,
-            prefill_s=raw_s,
-            prompt_tokens=prompt_tokens,
-            uncached_tokens=prompt_tokens - cached,
-            output_tokens=fleet.output_tokens,
-            keys=fleet.keys,
-        )
-        if prompt.sets:
-            self._knowledge.routed(member, prompt)
-        return Choice(member, decision, lease, match, prediction, now_s)
+        return raw_s, cached, prediction
 
     def _fleet(
         self,

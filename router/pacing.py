@@ -44,7 +44,8 @@ class Pacing:
     def observe(self, choice: Choice, request: RequestView, outcome: Outcome) -> None:
         """An attempt is over. Failures and refusals teach nothing, nor do answers that follow too quickly."""
         member = choice.member
-        if member.state is State.GONE:
+        prediction = choice.prediction
+        if prediction is None or member.state is State.GONE:
             return
         now_s = self._clock()
         worker_id = member.worker.id
@@ -69,7 +70,6 @@ class Pacing:
             self._lengths.observe(
                 request.model, request.tenant, outcome.completion_tokens, request.max_output_tokens
             )
-        prediction = choice.prediction
         if outcome.ttft_s is not None and request.stream and prediction.ttft_s > 0:
             self._metrics.ttft_error.of().observe(outcome.ttft_s / prediction.ttft_s)
         if outcome.itl_s is not None and prediction.itl_s > 0:

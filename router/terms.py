@@ -46,20 +46,28 @@ def show_priced(priced: Priced) -> dict[str, Any]:
     }
 
 
+LEAST_SHOWN_S = 0.05e-3
+
+
 def short_form(policy: str, decision: Decision) -> bytes:
-    """The value of x-kvroute-decision, ASCII: the terms follow where the policy prices."""
+    """The value of x-kvroute-decision, ASCII: where the policy prices, its terms of 0.05 ms and more."""
     said = f"{policy}; reason={decision.reason}; matched_tokens={decision.matched_tokens}"
     cost = decision.cost
     if cost is not None:
-        queue, load, prefill, handoff = cost.queue_wait_s, cost.load_s, cost.prefill_s, cost.handoff_s
-        cache, delay, stall, decode = cost.cache_s, cost.delay_s, cost.stall_s, cost.decode_s
-        total = queue + load + prefill + handoff + cache + delay + stall + decode
-        said += (
-            f"; total_ms={total * 1e3:.1f}; queue_ms={queue * 1e3:.1f}; load_ms={load * 1e3:.1f}"
-            f"; prefill_ms={prefill * 1e3:.1f}; handoff_ms={handoff * 1e3:.1f}; cache_ms={cache * 1e3:.1f}"
-            f"; delay_ms={delay * 1e3:.1f}; stall_ms={stall * 1e3:.1f}; decode_ms={decode * 1e3:.1f}"
-            f"; itl_ms={cost.itl_s * 1e3:.1f}"
-        )
+        said += f"; total_ms={cost.total_s * 1e3:.1f}"
+        for name, value_s in (
+            ("queue", cost.queue_wait_s),
+            ("load", cost.load_s),
+            ("prefill", cost.prefill_s),
+            ("handoff", cost.handoff_s),
+            ("cache", cost.cache_s),
+            ("delay", cost.delay_s),
+            ("stall", cost.stall_s),
+            ("decode", cost.decode_s),
+            ("itl", cost.itl_s),
+        ):
+            if value_s >= LEAST_SHOWN_S:
+                said += f"; {name}_ms={value_s * 1e3:.1f}"
     return said.encode("ascii", "replace")
 
 

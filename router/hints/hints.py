@@ -126,7 +126,9 @@ class RequestHints:
         pull = choice.decision.pull
         if pull is None:
             return None
-        limit_s = first_byte_limit_s(pull, choice.prediction, self._view, self._hints.options)
+        limit_s = None
+        if choice.prediction is not None:
+            limit_s = first_byte_limit_s(pull, choice.prediction, self._view, self._hints.options)
         if limit_s is None or limit_s >= timeouts.first_byte_s:
             self._hints.pulls.add("unguarded")
             return None

@@ -10,6 +10,7 @@ import pytest
 
 from kvroute.config import Config
 from kvroute.policies.base import Policy
+from kvroute.policies.least_loaded import LeastLoaded
 from kvroute.policies.ttft import Ttft
 from kvroute.router.decision_log import DecisionLog
 from kvroute.router.dispatch import Choice, Dispatcher, NamedPolicy
@@ -33,6 +34,7 @@ class Other:
 
     Options = Options
     needs_prefix = True
+    needs_seconds = True
 
     def __init__(self, options: Options) -> None:
         self._ttft = Ttft(Ttft.Options())
@@ -89,3 +91,11 @@ async def test_the_books_are_the_same_whoever_prices(cost: Cost | None) -> None:
         assert one.member.endpoint == other.member.endpoint
         assert books(one) == pytest.approx(books(other), rel=1e-9)
     assert {choice.decision.reason for choice in by_price} >= {"cached", "cold"}
+
+
+async def test_where_nobody_prices_tokens_are_charged_and_no_seconds() -> None:
+    made = await choices(LeastLoaded(LeastLoaded.Options()))
+    for choice in made:
+        assert choice.prediction is None
+        assert (choice.lease.charge.prefill_s, choice.lease.charge.prompt_tokens > 0) == (0.0, True)
+    assert made[0].lease.charge.uncached_tokens == 1250

@@ -39,6 +39,7 @@ class Scripted:
     """A policy that a test writes."""
 
     needs_prefix = True
+    needs_seconds = True
 
     def __init__(self, decide: Decide) -> None:
         self._decide = decide
@@ -55,7 +56,7 @@ def give(server: GatewayServer, options: HintOptions, decide: Decide = first) ->
     """Switch a running gateway's hints on, and let `decide` choose."""
     dispatcher = server._gateway._services.dispatcher
     dispatcher._policy = NamedPolicy("scripted", Scripted(decide))
-    dispatcher.needs_prefix = True
+    dispatcher.needs_prefix = dispatcher._needs_seconds = True
     hints = Hints(options, server.registry, server.metrics)
     server._gateway._services = replace(server._gateway._services, hints=hints)
     return hints

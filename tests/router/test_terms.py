@@ -58,6 +58,13 @@ def test_the_short_form_of_a_decision_with_a_price() -> None:
     )
 
 
+def test_the_short_form_leaves_out_what_is_next_to_nothing() -> None:
+    cost = Cost(queue_wait_s=0.00004, prefill_s=0.00005, itl_s=0.007)
+    assert short_form("ttft", Decision(Candidate(A, A), "cold", 0, cost)) == (
+        b"ttft; reason=cold; matched_tokens=0; total_ms=0.1; prefill_ms=0.1; itl_ms=7.0"
+    )
+
+
 def test_the_short_form_without_a_price_and_in_ascii() -> None:
     decision = Decision.whole(A, "turn", 7)
     assert short_form("round_robin", decision) == b"round_robin; reason=turn; matched_tokens=7"
