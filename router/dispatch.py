@@ -29,6 +29,7 @@ from kvroute.router.workers import Eligible, Lease, Member, Registry
 from kvroute.types import (
     NO_MATCH,
     Candidate,
+    Cost,
     Decision,
     Fleet,
     Hold,
@@ -374,7 +375,8 @@ def _is_sound(decision: object, fleet: Fleet) -> TypeGuard[Decision]:
         and isinstance(decision.matched_tokens, int)
         and 0 <= decision.matched_tokens < MAX_TOKENS
         and _index_of(decision.candidate.decode, fleet) >= 0
-        and (decision.pull is None or isinstance(decision.pull, Pull))
+        and isinstance(decision.cost, Cost | None)
+        and isinstance(decision.pull, Pull | None)
     )
 
 

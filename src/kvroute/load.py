@@ -148,9 +148,10 @@ class WorkerLoad:
         self.version += 1
         self._leave_queue(charge, now_s)
         self.context_tokens += charge.prompt_tokens + charge.output_tokens / 2
-        fading = exp((self.prefilled_at_s - now_s) / PREFILL_SHARE_TAU_S)
-        self.prefilled_s = self.prefilled_s * fading + charge.prefill_s
-        self.prefilled_at_s = now_s
+        if charge.prefill_s:
+            fading = exp((self.prefilled_at_s - now_s) / PREFILL_SHARE_TAU_S)
+            self.prefilled_s = self.prefilled_s * fading + charge.prefill_s
+            self.prefilled_at_s = now_s
 
     def released(self, charge: Charge, keys: Sequence[int], now_s: float, *, pending: bool) -> None:
         """A charge's own news, through `Charge.release`."""
