@@ -90,6 +90,10 @@ class Offers(Protocol):
         """
         ...
 
+    def total_s_of(self, at: int) -> float:
+        """The price of one that does all of it."""
+        ...
+
     @property
     def shortest_prefill_s(self) -> float: ...
 
@@ -112,6 +116,9 @@ class Sides(list[Side]):
             if side.start_s + side.stay_s < best_s:
                 best, best_s = at, side.start_s + side.stay_s
         return best, best_s
+
+    def total_s_of(self, at: int) -> float:
+        return self[at].start_s + self[at].stay_s
 
     @property
     def shortest_prefill_s(self) -> float:

@@ -146,6 +146,9 @@ class PricedColumns:
             at = int(prices[:start].argmin())
         return at, float(prices[at])
 
+    def total_s_of(self, at: int) -> float:
+        return float(self.total_s[at])
+
     @property
     def shortest_prefill_s(self) -> float:
         return float(self._prefill_s.min())

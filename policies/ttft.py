@@ -21,6 +21,9 @@ DEFAULT_PACE = Pace()
 MAX_PRICED = 256
 """Candidates that `price` lists: a fleet of P prefill and D decode workers has P x D."""
 
+CROWD, CROWDED, IDLE = 8, 1.5, 0.1
+"""Requests from which on a worker may be crowded; times the mean at which it is; and at which one is idle."""
+
 
 class _Choice(Struct, gc=False):
     """Indexes of the workers, the price, and the limit it would break."""
@@ -42,6 +45,10 @@ class Ttft:
     With `hold`, a request whose cheapest worker has a step's worth of prefill pending, or no KV room, waits
     in the gateway, short ones first and aged by `age_weight`; its prefill counts as promised for those
     behind it. When a worker frees it is priced again, and goes where it is then cheapest.
+
+    Each request is priced alone, so that none of many equal ones would pay for a copy that the rest could
+    use: a worker that is crowded while another is idle is left to those it has, and the cheapest of those
+    below the mean taken.
 
     Ties go round. A pull from a peer's cache is considered after the choice, on the chosen worker: priced
     into the choice it would make copies of everything look cheap.
@@ -143,6 +150,8 @@ class Ttft:
         start = self._turn % count
         if fleet.pd_link is None and limits == NO_LIMITS:  # the way of most requests
             at, total_s = sides.cheapest(start)
+            if fleet.loads[at].requests >= CROWD:
+                at, total_s = _beside_the_crowd(fleet, sides, at, start)
             return _Choice(at, at, total_s)
         return min(
             _candidates(request, fleet, paces, sides, limits, pairs=2),
@@ -200,6 +209,18 @@ class Ttft:
             not fleet.matches or side.loaded_tokens > 0 or not _has_lower(fleet, choice.prefill),
             pull,
         )
+
+
+def _beside_the_crowd(fleet: Fleet, sides: Offers, at: int, start: int) -> tuple[int, float]:
+    """The worker, and its price, in place of one that is crowded while another is idle; else that one."""
+    requests = [load.requests for load in fleet.loads]
+    count, everyone = len(requests), sum(requests)
+    somebody_is_idle = min(requests) * count <= IDLE * everyone
+    if requests[at] <= CROWDED * everyone / count + 1 or not somebody_is_idle:
+        return at, sides.total_s_of(at)
+    few = [i for i in range(count) if requests[i] * count <= everyone]
+    best = min(few, key=lambda i: (sides.total_s_of(i), (i - start) % count))
+    return best, sides.total_s_of(best)
 
 
 def _has_lower(fleet: Fleet, at: int) -> bool:

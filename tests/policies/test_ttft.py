@@ -360,6 +360,19 @@ def test_the_choice_is_the_cheapest_and_changes_nothing(nodes: list[Node]) -> No
 # --- the rest ----------------------------------------------------------------------------------
 
 
+def test_a_crowd_is_left_to_itself_while_somebody_is_idle() -> None:
+    """All hold it but d; a has by far the lowest price for one more, and b to d would prefill 300 ms."""
+    hot = Node(decoding=8, cached=2999)
+    request = RequestView(prompt_tokens=3000)
+    crowded = priced_fleet(hot, Node(), Node(), Node(decoding=1))
+    decision = policy(**OWN_TIME).decide(request, crowded)
+    assert (decision.candidate.prefill.id, decision.reason) == ("b", "moved")
+    nobody_idle = priced_fleet(hot, Node(decoding=1), Node(decoding=1), Node(decoding=1))
+    assert policy(**OWN_TIME).decide(request, nobody_idle).candidate.prefill.id == "a"
+    few = priced_fleet(hot._replace(decoding=7), Node(), Node(), Node(decoding=1))
+    assert policy(**OWN_TIME).decide(request, few).candidate.prefill.id == "a"
+
+
 def test_ties_go_round() -> None:
     fleet = priced_fleet(*[Node()] * 4)
     turning = policy()
