@@ -4,7 +4,8 @@ With P the prefill of the uncached tokens, Q the wait before it, L the load of c
 B the requests that are there, A arrivals per second, N the expected output, ITL the decode step with this
 request in it and rho the share of time spent prefilling:
 
-    max(Q, L) + P                   this request's own time to first token
+    max(Q, L) + P                   this request's own time to first token, and where the KV of all would not
+                                    fit, the wait for room
     + cache_weight P min(1, rho/r)  what is computed here evicts, or duplicates, what others would use; less
                                     on a worker with time to spare
     + delay_weight A Q P            later arrivals that wait for it
@@ -291,6 +292,7 @@ def cost_of(side: Side, decode: Side | None = None, handoff_s: float = 0.0) -> C
         stall_s=side.stall_s,
         decode_s=decoder.decode_s,
         itl_s=decoder.itl_s,
+        room_s=decoder.room_s,
     )
 
 

@@ -36,7 +36,8 @@ class _Choice(Struct, gc=False):
 
 
 class Ttft:
-    """Rule: argmin over prefill and decode workers, one and the same included, of the price in `pricing`.
+    """Rule: argmin over workers of the price in `pricing`; where the fleet has a link that carries KV between
+    them (`pd_link`), over pairs of a prefill and a decode worker as well.
 
     A limit of the request or of the options (TTFT, ITL, end to end) makes candidates that would break it
     infeasible: they are taken only when no other is left, the cheapest first, or, with `admission` "slo", not

@@ -17,7 +17,7 @@ from kvroute.policies.base import Policy, Prices
 from kvroute.policies.costs.lengths import OutputLengths
 from kvroute.policies.costs.links import Link
 from kvroute.policies.costs.rates import Rate
-from kvroute.policies.pricing import FREE, price_one
+from kvroute.policies.predicting import expect
 from kvroute.policies.ties import least_loaded_index
 from kvroute.policies.ttft import Ttft
 from kvroute.router.decision_log import DecisionLog
@@ -35,6 +35,7 @@ from kvroute.types import (
     Hold,
     Prediction,
     PrefixMatch,
+    Priced,
     PromptKeys,
     Pull,
     Rejection,
@@ -142,10 +143,15 @@ class Dispatcher:
         return self._fleet(request, prompt, self._registry.eligible(request.view.model, now_s), now_s)
 
     def choose(
-        self, request: ParsedRequest, prompt: Prompt, tried: Collection[Member] = (), request_id: str = ""
+        self,
+        request: ParsedRequest,
+        prompt: Prompt,
+        tried: Collection[Member] = (),
+        request_id: str = "",
+        held_s: float = 0.0,
     ) -> Choice:
         """Pick a worker outside `tried` and charge it; raises GatewayError when there is none."""
-        choice = self.consider(request, prompt, tried, request_id)
+        choice = self.consider(request, prompt, tried, request_id, None, held_s)
         assert isinstance(choice, Choice)
         return choice
 
@@ -164,15 +170,13 @@ class Dispatcher:
         eligible = self._registry.eligible(request.view.model, now_s, tried)
         fleet = self._fleet(request, prompt, eligible, now_s, promised_s, held_s)
         decision = self._decide(request, fleet)
-        if self._shadow is not None and self._shadow_patience is not None:
-            self._ask_shadow(self._shadow, self._shadow_patience, request, fleet, decision)
         if isinstance(decision, Hold):
             self._decision_time.observe(self._timer() - started)
             return decision
+        if self._shadow is not None and self._shadow_patience is not None:
+            self._ask_shadow(self._shadow, self._shadow_patience, request, fleet, decision)
         if self._log.wants():
-            policy = self._policy.policy
-            priced = policy.price(request.view, fleet) if isinstance(policy, Prices) else ()
-            self._log.decided(request_id, priced, decision)
+            self._log.decided(request_id, self._prices(request, fleet), decision)
         if isinstance(decision, Rejection):
             self._metrics.decisions.add(self._policy.name, "rejected")
             message = f"rejected by policy {self._policy.name}: {shorten(str(decision.reason))}"
@@ -181,6 +185,18 @@ class Dispatcher:
         self._metrics.decisions.add(self._policy.name, decision.reason)
         self._decision_time.observe(self._timer() - started)
         return choice
+
+    def _prices(self, request: ParsedRequest, fleet: Fleet) -> Sequence[Priced]:
+        """Every candidate's price, for the log; none where the policy has none, or fails at it."""
+        policy = self._policy.policy
+        if not isinstance(policy, Prices):
+            return ()
+        try:
+            return policy.price(request.view, fleet)
+        except Exception:
+            log.exception("policy failed to price", policy=self._policy.name)
+            self._metrics.fallbacks.add(self._policy.name, "price_error")
+            return ()
 
     def _charge(
         self, request: ParsedRequest, prompt: Prompt, eligible: Eligible, fleet: Fleet, decision: Decision
@@ -193,7 +209,8 @@ class Dispatcher:
         prompt_tokens = request.view.prompt_tokens
         raw_s, prediction = 0.0, None
         if self._needs_seconds:
-            raw_s, cached, prediction = self._predict(request, fleet, decision, at)
+            expected = expect(request.view, fleet, decision, at, priced_alike=self._prices_alike)
+            raw_s, cached, prediction = expected.prefill_s, expected.cached_tokens, expected.prediction
         else:
             cached = min(match.tokens, prompt_tokens)
         lease = self._registry.charge(
@@ -208,28 +225,6 @@ class Dispatcher:
         if prompt.sets:
             self._knowledge.routed(member, prompt)
         return Choice(member, decision, lease, match, prediction, now_s)
-
-    def _predict(
-        self, request: ParsedRequest, fleet: Fleet, decision: Decision, at: int
-    ) -> tuple[float, int, Prediction]:
-        """Prefill in seconds of the preset, cached tokens, and what to expect of the chosen worker."""
-        pace, cost = fleet.paces[at], decision.cost
-        prompt_tokens = request.view.prompt_tokens
-        is_whole = decision.pull is None and decision.candidate.prefill is decision.candidate.decode
-        if cost is not None and is_whole and self._prices_alike:
-            raw_s, cached = cost.prefill_s / pace.prefill_scale, decision.matched_tokens
-            ttft_s, itl_s = cost.ttft_s, cost.itl_s
-        else:
-            side = price_one(request.view, fleet, FREE, at)
-            raw_s, cached, itl_s = side.raw_prefill_s, side.cached_tokens, side.itl_s
-            if decision.pull is not None:
-                cached = min(cached + decision.pull.tokens, prompt_tokens)
-                raw_s = pace.speed.marginal_prefill_s(prompt_tokens - cached, cached)
-            ttft_s = side.queue_s + side.load_s + side.room_s + raw_s * pace.prefill_scale
-        prediction = Prediction(
-            ttft_s + pace.overhead_s, itl_s, ttft_s / pace.prefill_scale, itl_s / pace.decode_scale
-        )
-        return raw_s, cached, prediction
 
     def _fleet(
         self,
@@ -287,6 +282,9 @@ class Dispatcher:
         if not _is_sound(decision, fleet):
             log.error("policy chose no eligible worker", policy=name, decision=type(decision).__name__)
             return self._fall_back(fleet, "bad_choice")
+        if decision.pull is not None and self._peer_link is None:
+            self._metrics.fallbacks.add(name, "no_pull")
+            decision = replace(decision, pull=None)
         return decision if decision.reason in self._reasons else self._with_known_reason(decision)
 
     def _with_known_reason(self, decision: Decision) -> Decision:

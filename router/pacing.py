@@ -12,7 +12,7 @@ from kvroute.policies.costs.lengths import OutputLengths
 from kvroute.router.dispatch import Choice
 from kvroute.router.metrics import Metrics, gauge
 from kvroute.router.workers import Member, Registry, State, base_model
-from kvroute.types import Outcome, RequestView
+from kvroute.types import Outcome, Prediction, RequestView
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -22,7 +22,7 @@ IDLE_S = 60.0
 """After so long without an answer, a worker is priced like its class again."""
 LOOK_EVERY_S = 5.0
 HEED_EVERY_S = 0.02
-"""Of one worker, an answer so soon after another is not looked at: they tell the same, and all take time."""
+"""Of one worker, an answer so soon after another teaches nothing of its pace: both tell the same."""
 
 
 class Pacing:
@@ -42,28 +42,11 @@ class Pacing:
         metrics.add_source(self)
 
     def observe(self, choice: Choice, request: RequestView, outcome: Outcome) -> None:
-        """An attempt is over. Failures and refusals teach nothing, nor do answers that follow too quickly."""
+        """An attempt is over. Failures and refusals teach nothing."""
         member = choice.member
         prediction = choice.prediction
         if prediction is None or member.state is State.GONE:
             return
-        now_s = self._clock()
-        worker_id = member.worker.id
-        if now_s - self._answered_s.get(worker_id, -inf) < HEED_EVERY_S:
-            return
-        self._answered_s[worker_id] = now_s
-        self._calibration.observe(
-            worker_id,
-            member.pace,
-            outcome,
-            _hardware_class(member),
-            now_s=now_s,
-            charge=choice.lease.charge,
-            match=choice.match,
-            streamed=request.stream,
-        )
-        if now_s - self._looked_s > LOOK_EVERY_S:
-            self._look_after_idle(now_s)
         if outcome.failure is not None or outcome.status != 200:
             return
         if outcome.completion_tokens:
@@ -74,6 +57,27 @@ class Pacing:
             self._metrics.ttft_error.of().observe(outcome.ttft_s / prediction.ttft_s)
         if outcome.itl_s is not None and prediction.itl_s > 0:
             self._metrics.itl_error.of().observe(outcome.itl_s / prediction.itl_s)
+        self._calibrate(choice, request, outcome, prediction)
+
+    def _calibrate(
+        self, choice: Choice, request: RequestView, outcome: Outcome, prediction: Prediction
+    ) -> None:
+        now_s, worker_id = self._clock(), choice.member.worker.id
+        if now_s - self._answered_s.get(worker_id, -inf) < HEED_EVERY_S:
+            return
+        self._answered_s[worker_id] = now_s
+        self._calibration.observe(
+            worker_id,
+            choice.member.pace,
+            outcome,
+            _hardware_class(choice.member),
+            now_s=now_s,
+            charge=choice.lease.charge,
+            match=choice.match,
+            streamed=request.stream and prediction.is_plain,
+        )
+        if now_s - self._looked_s > LOOK_EVERY_S:
+            self._look_after_idle(now_s)
 
     def _look_after_idle(self, now_s: float) -> None:
         """Give workers that are thought to be slow, and are not asked for that, another chance."""

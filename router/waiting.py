@@ -88,7 +88,8 @@ class Waiting:
                 ended = "placed" if held.answer.exception() is None else "refused"
                 return held.answer.result()
             ended = "expired"
-            return self._dispatcher.choose(held.request, held.prompt, (), held.request_id)
+            held_s = self._clock() - held.since_s
+            return self._dispatcher.choose(held.request, held.prompt, (), held.request_id, held_s)
         except asyncio.CancelledError:
             self._queue.remove(ticket)
             if held.answer.done() and held.answer.exception() is None:

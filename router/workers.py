@@ -415,9 +415,9 @@ class Registry:
 
     def set_others(self, member: Member, requests: int, prefill_tokens: int) -> None:
         """What other replicas carry there now; it counts in every choice like our own."""
-        member.load.add_others(
-            requests - member.others_requests, prefill_tokens - member.others_prefill_tokens
-        )
+        load = member.load
+        load.add_others(requests - member.others_requests, prefill_tokens - member.others_prefill_tokens)
+        load.others_prefill_s = member.pace.speed.marginal_prefill_s(prefill_tokens)
         member.others_requests, member.others_prefill_tokens = requests, prefill_tokens
 
     def observe(self, member: Member, outcome: Outcome, *, is_trial: bool) -> None:

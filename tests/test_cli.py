@@ -76,7 +76,7 @@ def test_config_prints_what_serve_would_use(tmp_path: Path) -> None:
         ("prot: 1", "kvroute: prot: unknown field; accepted: host, port, "),
         ("port: [", "not valid YAML"),
         ("workers: [http://a:1, http://a:1/]", "kvroute: workers: listed more than once: http://a:1\n"),
-        ("policy: ronud_robin", "kvroute: policy: unknown policy 'ronud_robin'; known: least_loaded, "),
+        ("policy: ronud_robin", "kvroute: policy: unknown policy 'ronud_robin'; known: dynamo, "),
         (
             "policy: {name: random, options: {sede: 1}}",
             "kvroute: policy: policy 'random' has no option 'sede'; accepted: seed (default None)\n",

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -71,6 +72,7 @@ def read_trace(path: Path) -> Trace:
         ) from None
     if not rows:
         raise ValueError(f"--trace: {path}: no requests; a line of JSON for each is expected")
+    rows.sort(key=attrgetter("arrival_s"))
     return Trace(path.name, FILE_BLOCK_TOKENS, tuple(rows))
 
 

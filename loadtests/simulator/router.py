@@ -20,7 +20,7 @@ from kvroute.policies.costs.lengths import OutputLengths
 from kvroute.policies.costs.pace import Pace
 from kvroute.policies.costs.rates import Rate
 from kvroute.policies.holding import HoldQueue, Ticket
-from kvroute.policies.pricing import FREE, price_one
+from kvroute.policies.predicting import expect
 from kvroute.types import (
     NO_MATCH,
     Decision,
@@ -210,22 +210,18 @@ class Router(Generic[T]):
         """Add what the request will cost its worker, by the same time model whatever the policy."""
         chosen = decision.candidate.decode
         at = next(i for i, worker in enumerate(self.workers) if worker is chosen)
-        load, pace = self.loads[at], self.paces[at]
+        load = self.loads[at]
         match = fleet.matches[at] if fleet.matches else NO_MATCH
-        side = price_one(ask.view, fleet, FREE, at)
+        expected = expect(ask.view, fleet, decision, at)
         prompt_tokens = ask.view.prompt_tokens
         charge = load.charge(
             fleet.now_s,
-            prefill_s=side.raw_prefill_s,
+            prefill_s=expected.prefill_s,
             prompt_tokens=prompt_tokens,
-            uncached_tokens=prompt_tokens - side.cached_tokens,
+            uncached_tokens=prompt_tokens - expected.cached_tokens,
             output_tokens=fleet.output_tokens,
             keys=fleet.keys,
         )
         if self._predicts and self._needs_prefix:
             self._index.predict(chosen.id, ask.keys)
-        ttft_s = side.queue_s + side.load_s + side.room_s + side.prefill_s
-        prediction = Prediction(
-            ttft_s + pace.overhead_s, side.itl_s, ttft_s / pace.prefill_scale, side.itl_s / pace.decode_scale
-        )
-        return Placement(at, decision, charge, match, prediction, fleet.now_s)
+        return Placement(at, decision, charge, match, expected.prediction, fleet.now_s)

@@ -62,7 +62,7 @@ class Speed:
         return self.scale * (self.token_ms * block_tokens + self.attention_ms * attended) / 1e3
 
     def calibrated(self, scale: float, offset_ms: float) -> Speed:
-        """The same row on another platform."""
+        """The same row on another platform, for simulated steps: prices take a `Pace` for that."""
         return replace(self, scale=scale, offset_ms=offset_ms)
 
 

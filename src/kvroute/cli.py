@@ -31,9 +31,7 @@ ConfigFile = Annotated[
 ]
 Host = Annotated[str | None, typer.Option(help="Address to listen on [default: 127.0.0.1].")]
 Port = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one [default: 8080].")]
-PolicyName = Annotated[
-    str | None, typer.Option("--policy", help="Policy by name [default: ttft].")
-]
+PolicyName = Annotated[str | None, typer.Option("--policy", help="Policy by name [default: ttft].")]
 ShadowName = Annotated[
     str | None, typer.Option("--shadow-policy", help="A policy that decides without effect.")
 ]

@@ -184,7 +184,7 @@ class Cost(Struct, frozen=True, gc=False):
     """The price of one candidate in seconds, term by term."""
 
     queue_wait_s: float = 0.0
-    """Until the prefill can begin."""
+    """Until the prefill can begin, and until there is KV room to decode."""
     load_s: float = 0.0
     """What loading KV from lower tiers or a peer adds to that wait: the part the queue does not hide."""
     prefill_s: float = 0.0
@@ -201,6 +201,8 @@ class Cost(Struct, frozen=True, gc=False):
     """Of this request's own decode life, and of what it adds to the steps of others."""
     itl_s: float = 0.0
     """Predicted time between tokens, when decode begins. No part of the sum."""
+    room_s: float = 0.0
+    """Of the queue's wait, that for KV room. Counted there."""
 
     @property
     def ttft_s(self) -> float:
@@ -281,8 +283,10 @@ class Prediction(Struct, frozen=True, gc=False):
     ttft_s: float
     itl_s: float
     ahead_s: float
-    """Queue and prefill in seconds of the preset, uncorrected; the same for the decode step."""
+    """Queue and prefill before the pace's correction: nearly seconds of the preset; so the decode step."""
     step_s: float
+    is_plain: bool = True
+    """False where it waits for a load, a pull or KV room too, whose times say nothing of the pace."""
 
 
 class Outcome(Struct, frozen=True, gc=False):

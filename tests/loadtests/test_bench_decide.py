@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from kvroute.cli_bench import app
+from kvroute.load import WorkerLoad
 from kvroute.loadtests import bench_decide
 from kvroute.loadtests.bench_decide import (
     BLOCK_TOKENS,
@@ -58,14 +60,14 @@ def test_the_fleet_is_what_it_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> 
     for load in side.fleets[0].loads:
         assert 4 <= load.decoding <= 32
         assert load.prefilling <= 3
-    before = [repr(member.load) for member in side.members]
+    before = [_books(member.load) for member in side.members]
     look_up, _, decide, look_up_and_decide, choose_and_charge = side.stages()
     assert list(look_up(0)) == list(side.fleets[0].matches)  # type: ignore[call-overload]
     decided, again = decide(0), look_up_and_decide(0)
     assert isinstance(decided, Decision)
     assert isinstance(again, Decision)
     choose_and_charge(0)
-    assert [repr(member.load) for member in side.members] == before
+    assert [_books(member.load) for member in side.members] == before
 
 
 def test_the_command_writes_both(tmp_path: Path) -> None:
@@ -104,3 +106,8 @@ def test_wrong_arguments_are_named(arguments: list[str], message: str) -> None:
     done = CliRunner().invoke(app, ["decide", *arguments])
     assert done.exit_code == 2
     assert message in done.output
+
+
+def _books(load: WorkerLoad) -> str:
+    """All but the count of its changes."""
+    return repr(replace(load, version=0))

@@ -17,7 +17,8 @@ from kvroute.router.dispatch import Choice, Dispatcher, NamedPolicy
 from kvroute.router.knowledge import Knowledge
 from kvroute.router.metrics import Metrics
 from kvroute.router.parsed_request import ParsedRequest
-from kvroute.types import Cost, RequestView
+from kvroute.types import Cost, Decision, Priced, Pull, RequestView
+from kvroute.types import Fleet as Offered
 from tests.router.registry import Fleet
 
 PROMPT = bytes(range(256)) * 40
@@ -44,7 +45,7 @@ class Other:
         return msgspec.structs.replace(self._ttft.decide(request, fleet), cost=self._cost)
 
 
-async def choices(policy: Policy) -> list[Choice]:
+async def choices(policy: Policy, decisions: DecisionLog | None = None) -> list[Choice]:
     """Twenty requests with a few prompts, some of them answered."""
     fleet, metrics = Fleet(), Metrics()
     for name in "abc":
@@ -58,7 +59,7 @@ async def choices(policy: Policy) -> list[Choice]:
         NamedPolicy("p", policy),
         budget_s=1,
         clock=lambda: fleet.now_s,
-        decision_log=DecisionLog(0.0, "p", lambda: fleet.now_s),
+        decision_log=decisions or DecisionLog(0.0, "p", lambda: fleet.now_s),
     )
     made = []
     for number in range(20):
@@ -99,3 +100,28 @@ async def test_where_nobody_prices_tokens_are_charged_and_no_seconds() -> None:
         assert choice.prediction is None
         assert (choice.lease.charge.prefill_s, choice.lease.charge.prompt_tokens > 0) == (0.0, True)
     assert made[0].lease.charge.uncached_tokens == 1250
+
+
+class Pulling(Other):
+    """Wants a pull where nobody can."""
+
+    def decide(self, request: RequestView, fleet: Offered) -> Decision:
+        decision = self._ttft.decide(request, fleet)
+        assert isinstance(decision, Decision)
+        return msgspec.structs.replace(decision, pull=Pull(fleet.workers[0], 1000, 0.1))
+
+
+async def test_a_pull_that_cannot_be_is_not_counted_on() -> None:
+    for choice in await choices(Pulling(Options())):
+        assert choice.decision.pull is None
+        assert choice.lease.charge.uncached_tokens >= choice.lease.charge.prompt_tokens - choice.match.tokens
+
+
+async def test_a_policy_that_cannot_price_is_logged_without_prices() -> None:
+    class Unpriced(Other):
+        def price(self, _request: RequestView, _fleet: Offered) -> list[Priced]:
+            raise RuntimeError("no prices today")
+
+    decisions = DecisionLog(1.0, "p", lambda: 0.0)
+    made = await choices(Unpriced(Options()), decisions)
+    assert len(made) == 20, "all were served"

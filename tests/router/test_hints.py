@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from kvroute.config_groups import WorkerConfig
 from kvroute.loadtests.mock_engine import MockFleet, MockOptions
+from kvroute.policies.costs.links import LINKS
 from kvroute.policies.retention import Keep, Retention
 from kvroute.router.dispatch import NamedPolicy
 from kvroute.router.hints.closing import SessionCloser
@@ -57,6 +58,7 @@ def give(server: GatewayServer, options: HintOptions, decide: Decide = first) ->
     dispatcher = server._gateway._services.dispatcher
     dispatcher._policy = NamedPolicy("scripted", Scripted(decide))
     dispatcher.needs_prefix = dispatcher._needs_seconds = True
+    dispatcher._peer_link = LINKS["roce-100g"]
     hints = Hints(options, server.registry, server.metrics)
     server._gateway._services = replace(server._gateway._services, hints=hints)
     return hints

@@ -184,6 +184,22 @@ async def test_a_predicted_miss_is_answered_429_with_the_time_to_come_back() -> 
         assert (await rejected(server, "x-slo-ttft-ms: 100")).status == 200, "the queue is gone"
 
 
+async def test_what_it_waited_in_vain_counts_against_its_limit() -> None:
+    """Some 220 ms are predicted when it comes, and no less than 40 after the 300 that it is held for."""
+    script = Gated()
+    policy = {"name": "ttft", "options": {"admission": "slo"}}
+    async with Engine(script) as engine, edge(engine, policy=policy, limits={"held_s": 0.3}) as server:
+        first = await send(server, LONG, "a")
+        await until(lambda: script.came == ["a"])
+        waiting = await send(server, 2000, "z", "x-slo-ttft-ms: 320")
+        await until(lambda: held(server) == 1)
+        answer = await waiting.receive()
+        assert (answer.status, answer.code) == (429, "rejected")
+        assert script.came == ["a"]
+        script.let("a")
+        assert (await first.receive()).status == 200
+
+
 async def test_nothing_is_lost_when_many_wait_and_leave() -> None:
     """Sixty requests on two engines that answer at their leisure; a third of the clients leave."""
 

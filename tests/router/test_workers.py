@@ -176,6 +176,7 @@ def test_what_other_replicas_sent_counts_in_choices_and_in_no_lease() -> None:
     lease = fleet.charge(member, tokens=10)
     fleet.registry.set_others(member, 5, 700)
     assert (member.load.requests, member.load.pending_prefill_tokens, member.requests) == (6, 710, 1)
+    assert member.load.others_prefill_s == member.pace.speed.marginal_prefill_s(700) > 0
     assert fleet.eligible() == ["a"]  # the limit is on this gateway's own connections
     fleet.registry.set_others(member, 2, 100)
     assert (member.load.requests, member.load.pending_prefill_tokens) == (3, 110)
