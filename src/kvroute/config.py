@@ -143,8 +143,8 @@ class _FileSource(InitSettingsSource):
         super().__init__(settings_cls, init_kwargs=self.values)
 
 
-OTHER_VARIABLES = {f"{PREFIX}CONFIG", f"{PREFIX}PURE_PYTHON"}
-"""What is read elsewhere."""
+OTHER_VARIABLES = {f"{PREFIX}{name}" for name in ("CONFIG", "PURE_PYTHON", "CALIBRATE_API_KEY", "VLLM_VENV")}
+"""What is read elsewhere, by other commands or by `make test-engines`."""
 
 
 def unknown_environment() -> list[str]:

@@ -11,11 +11,11 @@ from kvroute.loadtests.plan.rows import Row, generated, read_trace
 GOOD = '{"timestamp": 1500, "input_length": 600, "output_length": 5, "hash_ids": [7, 8], "other": 1}\n'
 
 
-def test_a_trace_is_read_line_by_line(tmp_path: Path) -> None:
+def test_a_trace_is_read_in_order_of_arrival(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(GOOD + "\n" + GOOD.replace("1500", "0"))
     trace = read_trace(path)
-    assert trace.rows == (Row(1.5, 600, 5, (7, 8)), Row(0.0, 600, 5, (7, 8)))
+    assert trace.rows == (Row(0.0, 600, 5, (7, 8)), Row(1.5, 600, 5, (7, 8)))
     assert trace.block_tokens == 512
     assert trace.name == "trace.jsonl"
     assert trace.prompts[0] == (600, (7, 8))

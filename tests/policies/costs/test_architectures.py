@@ -11,7 +11,7 @@ import contextlib
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvroute.policies.costs.architectures import FAMILIES, cache_dtype, read_config
@@ -359,6 +359,7 @@ FIELDS = sorted(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # a busy machine draws slowly
 @given(
     st.sampled_from(sorted(FAMILIES)),
     st.dictionaries(st.sampled_from([*FIELDS, "quantization_config", "text_config", "architectures"]), JSON),
