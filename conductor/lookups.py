@@ -14,6 +14,7 @@ import structlog
 
 from kvroute.conductor import wire
 from kvroute.conductor.core import Conductor, Engine, Instance
+from kvroute.listening import BACKLOG
 from kvroute.types import NO_MATCH, Trust
 
 log = structlog.get_logger(__name__)
@@ -52,12 +53,16 @@ class LookupServer:
         where = wire.SocketAddress.parse(address)
         loop = asyncio.get_running_loop()
         if where.unix_path is not None:
-            self._server = await loop.create_unix_server(lambda: _Client(self), where.unix_path)
+            self._server = await loop.create_unix_server(
+                lambda: _Client(self), where.unix_path, backlog=BACKLOG
+            )
             os.chmod(where.unix_path, 0o660)
             self._unix_socket = where.unix_path, os.stat(where.unix_path).st_ino
             self.address = address
         else:
-            self._server = await loop.create_server(lambda: _Client(self), where.host, where.port)
+            self._server = await loop.create_server(
+                lambda: _Client(self), where.host, where.port, backlog=BACKLOG
+            )
             host, port = self._server.sockets[0].getsockname()[:2]
             self.address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Struct
 from pydantic import Field
 
+from kvroute.load import WorkerLoad
 from kvroute.policies.costs.pace import Pace
 from kvroute.policies.limits import NO_LIMITS, Limits
 from kvroute.policies.pricing import CHUNK_TOKENS, Offers, Side, Weights, cost_of, has_room, price_sides
@@ -21,6 +22,8 @@ DEFAULT_PACE = Pace()
 MAX_PRICED = 256
 """Candidates that `price` lists: a fleet of P prefill and D decode workers has P x D."""
 
+ENOUGH_TOKENS = CHUNK_TOKENS * 2 / 3
+"""Prefill ahead that keeps a worker busy until it can be given more: two thirds of a step."""
 CROWD, CROWDED, IDLE = 8, 1.5, 0.1
 """Requests from which on a worker may be crowded; times the mean at which it is; and at which one is idle."""
 
@@ -43,7 +46,7 @@ class Ttft:
     infeasible: they are taken only when no other is left, the cheapest first, or, with `admission` "slo", not
     at all. ITL is judged by the load when decode will begin: whoever is queued now decodes by then.
 
-    With `hold`, a request whose cheapest worker has a step's worth of prefill pending, or no KV room, waits
+    With `hold`, a request whose cheapest worker has most of a step's prefill ahead, or no KV room, waits
     in the gateway, short ones first and aged by `age_weight`; its prefill counts as promised for those
     behind it. When a worker frees it is priced again, and goes where it is then cheapest.
 
@@ -175,10 +178,10 @@ class Ttft:
 
     @staticmethod
     def _must_wait(request: RequestView, fleet: Fleet, paces: Sequence[Pace], choice: _Choice) -> bool:
-        """Whether somebody held goes there first, or a step's worth of prefill, or there is no KV room."""
+        """Whether somebody held goes there first, or enough is to be done there, or there is no KV room."""
         if fleet.promised_s and fleet.promised_s[choice.prefill] > 0:
             return True
-        if fleet.loads[choice.prefill].pending_prefill_tokens >= CHUNK_TOKENS:
+        if _tokens_ahead(fleet.loads[choice.prefill], paces[choice.prefill], fleet.now_s) >= ENOUGH_TOKENS:
             return True
         at = choice.decode
         return not has_room(fleet.loads[at], paces[at], request.prompt_tokens, fleet.output_tokens)
@@ -222,6 +225,18 @@ def _beside_the_crowd(fleet: Fleet, sides: Offers, at: int, start: int) -> tuple
     few = [i for i in range(count) if requests[i] * count <= everyone]
     best = min(few, key=lambda i: (sides.total_s_of(i), (i - start) % count))
     return best, sides.total_s_of(best)
+
+
+def _tokens_ahead(load: WorkerLoad, pace: Pace, now_s: float) -> float:
+    """Of the prefill pending there, what the time since the oldest one's turn came does not account for.
+
+    An engine that is late for another reason than prefill is not kept idle for it.
+    """
+    pending_s = load.pending_prefill_s * pace.prefill_scale
+    if pending_s <= 0:
+        return load.pending_prefill_tokens
+    left = 1 - (now_s - load.head_since_s) / pending_s
+    return load.pending_prefill_tokens * left
 
 
 def _has_lower(fleet: Fleet, at: int) -> bool:

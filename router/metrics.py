@@ -209,7 +209,7 @@ class Metrics:
         )
         self.holds = Counter(
             "kvroute_holds",
-            "Requests to be held, by how it ended: placed, expired, refused, left, or full (not held).",
+            "Requests to be held, by how it ended: placed, expired, refused, left; not held: full, closing.",
             ("ended",),
         )
         self.hold_time = Histogram("kvroute_hold_seconds", "Time waited for a worker.", LATENCY_BOUNDS_S)

@@ -21,7 +21,7 @@ from kvroute.clock import monotonic
 from kvroute.config import Config, ConfigError
 from kvroute.config_groups import PolicyConfig
 from kvroute.endpoint import Endpoint
-from kvroute.listening import HttpServer, listen, url_of
+from kvroute.listening import BACKLOG, HttpServer, listen, url_of
 from kvroute.policies.registry import PolicyError, make_policy
 from kvroute.router import logs
 from kvroute.router.client import ClientConnection, ServerState
@@ -123,7 +123,9 @@ class GatewayServer:
         if self.snapshots is not None:
             await self.snapshots.start()
         self.knowledge.start(None if self.snapshots is None else self.snapshots.restore)
-        self._server = await loop.create_server(lambda: ClientConnection(self.state), sock=data_socket)
+        self._server = await loop.create_server(
+            lambda: ClientConnection(self.state), sock=data_socket, backlog=BACKLOG
+        )
         self.url = url_of(data_socket)
         if admin_socket is not None:
             self.admin_url = url_of(admin_socket)
@@ -151,6 +153,7 @@ class GatewayServer:
         """Not ready, keep serving, drain with a limit, close."""
         shutdown = self._config.shutdown
         self._draining = True
+        self.waiting.close()
         self.state.closing = True  # from now on each response asks its client to connect elsewhere
         log.info("shutting down", phase="not ready", keep_serving_s=shutdown.keep_serving_s)
         await asyncio.sleep(shutdown.keep_serving_s)

@@ -11,7 +11,6 @@ from msgspec import Struct
 from kvroute.clock import Clock
 from kvroute.policies.holding import HoldQueue
 from kvroute.router.dispatch import Choice, Dispatcher
-from kvroute.router.errors import GatewayError
 from kvroute.router.knowledge import Prompt
 from kvroute.router.metrics import Metrics, gauge
 from kvroute.router.parsed_request import ParsedRequest
@@ -55,6 +54,7 @@ class Waiting:
         self._limit_s = limit_s
         self._clock = clock
         self._queue: HoldQueue[_Held] = HoldQueue(limit)
+        self._holds = True
         self._next: asyncio.Handle | None = None
         self._rested_s = 0.0
         registry.on_freed(self._freed)
@@ -67,8 +67,8 @@ class Waiting:
         """As `Dispatcher.choose`, for a request that has just arrived; it waits for at most `limit_s`."""
         dispatcher = self._dispatcher
         dispatcher.arrived()
-        if self._queue.full:
-            self._metrics.holds.add("full")
+        if self._queue.full or not self._holds:
+            self._metrics.holds.add("full" if self._holds else "closing")
             return dispatcher.choose(request, prompt, (), request_id)
         answer = dispatcher.consider(request, prompt, (), request_id, self._queue.promised_s)
         if isinstance(answer, Choice):
@@ -99,6 +99,12 @@ class Waiting:
             self._metrics.holds.add(ended)
             self._metrics.hold_time.of().observe(self._clock() - held.since_s)
 
+    def close(self) -> None:
+        """Hold nobody any more: those held are sent as things are."""
+        self._holds = False
+        while len(self._queue):
+            self._pump()
+
     # --- when something frees ------------------------------------------------------------------
 
     def _freed(self) -> None:
@@ -114,9 +120,9 @@ class Waiting:
 
     def _pump(self) -> None:
         started_s = self._clock()
-        released: list[tuple[_Held, Choice | GatewayError]] = self._queue.pump(self._decide)
+        released: list[tuple[_Held, Choice | Exception]] = self._queue.pump(self._decide)
         for held, answer in released:
-            if isinstance(answer, GatewayError):
+            if isinstance(answer, Exception):
                 held.answer.set_exception(answer)
             else:
                 held.answer.set_result(answer)
@@ -125,13 +131,14 @@ class Waiting:
         if len(self._queue):
             self._again(SWEEP_S)
 
-    def _decide(self, held: _Held, promised_s: Mapping[str, float]) -> Hold | Choice | GatewayError:
+    def _decide(self, held: _Held, promised_s: Mapping[str, float]) -> Hold | Choice | Exception:
+        held_s = self._clock() - held.since_s
+        dispatcher = self._dispatcher
         try:
-            held_s = self._clock() - held.since_s
-            return self._dispatcher.consider(
-                held.request, held.prompt, (), held.request_id, promised_s, held_s
-            )
-        except GatewayError as error:
+            if not self._holds:
+                return dispatcher.choose(held.request, held.prompt, (), held.request_id, held_s)
+            return dispatcher.consider(held.request, held.prompt, (), held.request_id, promised_s, held_s)
+        except Exception as error:  # it is that request's alone: others are released in the same turn
             return error
 
     def gauges(self) -> Iterator[Metric]:

@@ -271,17 +271,24 @@ def test_every_queue_too_long_is_rejected() -> None:
 
 
 def test_it_waits_for_a_worker_with_a_step_s_worth_of_prefill() -> None:
-    fleet = priced_fleet(Node(queue_s=0.82), may_hold=True)
+    fleet = priced_fleet(Node(queue_s=0.55), may_hold=True)
     held = decide(fleet, 3000)
     assert isinstance(held, Hold)
     assert (held.worker.id, held.prefill_s, held.rank_s) == ("a", pytest.approx(0.3), pytest.approx(30 * 0.3))
-    assert isinstance(decide(priced_fleet(Node(queue_s=0.8), may_hold=True)), Decision)
-    assert isinstance(decide(priced_fleet(Node(queue_s=0.82))), Decision), "nobody asked"
+    assert isinstance(decide(priced_fleet(Node(queue_s=0.54), may_hold=True)), Decision)
+    assert isinstance(decide(priced_fleet(Node(queue_s=0.55))), Decision), "nobody asked"
     assert isinstance(decide(fleet, 3000, {"hold": False}), Decision)
 
 
+def test_an_engine_that_is_late_is_not_kept_idle() -> None:
+    """9000 tokens are pending: those of the first 0.4 s should be over, whatever the engine has said."""
+    fleet = priced_fleet(Node(queue_s=0.9), may_hold=True)
+    assert isinstance(decide(fleet), Hold)
+    assert isinstance(decide(msgspec.structs.replace(fleet, now_s=0.4)), Decision)
+
+
 def test_it_waits_where_somebody_held_goes_first_unless_another_is_cheaper() -> None:
-    busy = [Node(), Node(queue_s=0.6)]
+    busy = [Node(), Node(queue_s=0.5)]
     assert isinstance(decide(priced_fleet(*busy, promised_s=[0.5, 0.0], may_hold=True)), Hold)
     decision = decide(priced_fleet(*busy, promised_s=[1.0, 0.0], may_hold=True))
     assert decision.candidate.prefill.id == "b"
