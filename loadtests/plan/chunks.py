@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvroute.loadtests.plan.choices import show_bandwidth
-from kvroute.loadtests.plan.rows import Trace
 from kvroute.loadtests.plan.show import Plot, Report, Series
+from kvroute.loadtests.traces.rows import Trace
 from kvroute.policies.costs.chunking import ChunkFigures, Store, check_chunk, chunk_figures, shared_tokens
 from kvroute.policies.costs.speeds import Speed
 from kvroute.policies.costs.units import format_bytes, format_seconds

@@ -9,8 +9,8 @@ from itertools import accumulate
 from typing import Any
 
 from kvroute.loadtests.plan.choices import whole_number
-from kvroute.loadtests.plan.rows import Trace
 from kvroute.loadtests.plan.show import Plot, Report, Series
+from kvroute.loadtests.traces.rows import Trace
 from kvroute.policies.costs.breakeven import value_per_byte
 from kvroute.policies.costs.speeds import Speed
 from kvroute.policies.costs.units import format_bytes, format_seconds

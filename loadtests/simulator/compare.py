@@ -9,11 +9,11 @@ from multiprocessing import get_context
 
 import numpy as np
 
-from kvroute.loadtests.plan.rows import Trace
-from kvroute.loadtests.simulator.arrivals import PROCESSES, arrivals
 from kvroute.loadtests.simulator.results import Limits, Result, summarize
 from kvroute.loadtests.simulator.setting import Setting
 from kvroute.loadtests.simulator.simulation import Simulation
+from kvroute.loadtests.traces.arrivals import PROCESSES, arrivals
+from kvroute.loadtests.traces.rows import Trace
 from kvroute.policies.base import Policy
 from kvroute.policies.registry import make_policy
 

@@ -15,10 +15,10 @@ from kvroute.loadtests.mock_engine.block_cache import BlockCache
 from kvroute.loadtests.mock_engine.sequences import Phase
 from kvroute.loadtests.mock_engine.sequences import Sequence as EngineSequence
 from kvroute.loadtests.mock_engine.steps import Outcome
-from kvroute.loadtests.simulator.arrivals import Arrival
 from kvroute.loadtests.simulator.engine import SimulatedEngine
 from kvroute.loadtests.simulator.router import Answer, Ask, Placement, Router, Served
 from kvroute.loadtests.simulator.setting import Setting
+from kvroute.loadtests.traces.arrivals import Arrival
 from kvroute.policies.base import Policy
 from kvroute.policies.costs.calibration import Calibration
 from kvroute.policies.holding import Ticket

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvroute.loadtests.plan.rows import Trace, read_trace
 from kvroute.loadtests.simulator.compare import Variant
-from kvroute.loadtests.simulator.workloads import BLOCK_TOKENS, generate
+from kvroute.loadtests.traces.rows import Trace, read_trace
+from kvroute.loadtests.traces.workloads import BLOCK_TOKENS, generate
 from kvroute.policies.registry import policy_names
 
 MAX_REQUESTS = 1_000_000

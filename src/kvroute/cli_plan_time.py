@@ -10,8 +10,8 @@ import typer
 from kvroute.cli_present import AsJson, PlotFile, present
 
 if TYPE_CHECKING:
-    from kvroute.loadtests.plan.rows import Trace
     from kvroute.loadtests.plan.show import Plot, Report
+    from kvroute.loadtests.traces.rows import Trace
 
 app = typer.Typer()
 
@@ -253,6 +253,6 @@ def value(
 
 
 def _trace(path: Path | None, seed: int) -> Trace:
-    from kvroute.loadtests.plan.rows import generated, read_trace
+    from kvroute.loadtests.traces.rows import generated, read_trace
 
     return generated(seed) if path is None else read_trace(path)

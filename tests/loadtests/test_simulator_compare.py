@@ -10,14 +10,14 @@ import typer
 from typer.testing import CliRunner
 
 from kvroute.cli_simulate import simulate
-from kvroute.loadtests.plan.rows import Row, Trace
-from kvroute.loadtests.simulator.arrivals import arrivals
 from kvroute.loadtests.simulator.compare import Comparison, Run, Variant, compare, interval
 from kvroute.loadtests.simulator.report import make_report
 from kvroute.loadtests.simulator.results import Limits
 from kvroute.loadtests.simulator.setting import Setting
 from kvroute.loadtests.simulator.sources import GeneratedSource
-from kvroute.loadtests.simulator.workloads import BLOCK_TOKENS, WORKLOADS, generate
+from kvroute.loadtests.traces.arrivals import arrivals
+from kvroute.loadtests.traces.rows import Row, Trace
+from kvroute.loadtests.traces.workloads import BLOCK_TOKENS, WORKLOADS, generate
 
 SMALL = Setting(workers=2, block_tokens=BLOCK_TOKENS)
 cli = typer.Typer()

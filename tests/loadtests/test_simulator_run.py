@@ -11,12 +11,12 @@ from typing import ClassVar
 import pytest
 
 from kvroute.conductor.index import Holder
-from kvroute.loadtests.plan.rows import Row, Trace
-from kvroute.loadtests.simulator.arrivals import Arrival, arrivals
 from kvroute.loadtests.simulator.results import Limits, summarize
 from kvroute.loadtests.simulator.setting import Setting
 from kvroute.loadtests.simulator.simulation import Record, Simulation
-from kvroute.loadtests.simulator.workloads import generate
+from kvroute.loadtests.traces.arrivals import Arrival, arrivals
+from kvroute.loadtests.traces.rows import Row, Trace
+from kvroute.loadtests.traces.workloads import generate
 from kvroute.policies.base import Policy
 from kvroute.policies.costs.lengths import OutputLengths
 from kvroute.policies.costs.speeds import PRESETS

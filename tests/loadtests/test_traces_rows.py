@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvroute.loadtests.plan.rows import Row, generated, read_trace
+from kvroute.loadtests.traces.rows import Row, generated, read_trace
 
 GOOD = '{"timestamp": 1500, "input_length": 600, "output_length": 5, "hash_ids": [7, 8], "other": 1}\n'
 

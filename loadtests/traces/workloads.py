@@ -8,7 +8,7 @@ from itertools import count
 from math import exp, log
 from random import Random
 
-from kvroute.loadtests.plan.rows import Row, Trace
+from kvroute.loadtests.traces.rows import Row, Trace
 
 BLOCK_TOKENS = 64
 MAX_PROMPT_TOKENS = 120_000

@@ -7,8 +7,8 @@ from random import Random
 
 from msgspec import Struct
 
-from kvroute.loadtests.plan.rows import Trace
-from kvroute.loadtests.simulator.workloads import SessionRow
+from kvroute.loadtests.traces.rows import Trace
+from kvroute.loadtests.traces.workloads import SessionRow
 from kvroute.types import KeyMode, PromptKeys, RequestView
 
 PROCESSES = ("trace", "poisson", "gamma")

@@ -1,0 +1,1 @@
+"""Requests to simulate or to send: read from traces, or generated."""
