@@ -23,6 +23,12 @@ def row_s(speed: StepTimes, steps: int, decodes: int, context_tokens: float) -> 
     return steps * middle_s + (first_s - 2 * middle_s + last_s) * (steps + 1) * steps / (6 * (steps - 1))
 
 
+def longest_s(speed: StepTimes, steps: int, decodes: int, context_tokens: float) -> float:
+    """Seconds of the longest of them: the last, where time grows with the context."""
+    first_s = speed.step_s(0, 0.0, decodes, context_tokens)
+    return max(first_s, speed.step_s(0, 0.0, decodes, context_tokens + (steps - 1) * decodes))
+
+
 def steps_until(speed: StepTimes, elapsed_s: float, most: int, decodes: int, context_tokens: float) -> int:
     """How many steps end with the one that runs `elapsed_s` after the beginning: 1 to `most`."""
     low, high = 1, most

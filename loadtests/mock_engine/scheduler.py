@@ -12,7 +12,7 @@ from collections import deque
 from kvroute.conductor.tiers.stack import TierStack
 from kvroute.loadtests.mock_engine.block_cache import BlockCache
 from kvroute.loadtests.mock_engine.loads import LoadQueue
-from kvroute.loadtests.mock_engine.rows import row_s, steps_alike, steps_until
+from kvroute.loadtests.mock_engine.rows import longest_s, row_s, steps_alike, steps_until
 from kvroute.loadtests.mock_engine.sequences import Phase, Sequence
 from kvroute.loadtests.mock_engine.steps import Outcome, Step, StepTimes, Stored, Totals
 
@@ -36,6 +36,8 @@ class Scheduler:
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.loading = LoadQueue()
+        self.receiving: list[Sequence] = []
+        self._fetches: list[Sequence] = []
         self._speed = speed
         self._block_tokens = block_tokens
         self._max_batched_tokens = max_batched_tokens
@@ -47,7 +49,7 @@ class Scheduler:
     @property
     def running(self) -> int:
         """Sequences admitted and not ended."""
-        return len(self.loading) + len(self.prefilling) + len(self.decoding)
+        return len(self.loading) + len(self.receiving) + len(self.prefilling) + len(self.decoding)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. ValueError when it could never fit, or asks for no token."""
@@ -64,6 +66,8 @@ class Scheduler:
             self.waiting.remove(sequence)
         elif sequence.phase is Phase.LOADING:
             self.loading.remove(sequence)
+        elif sequence.phase is Phase.RECEIVING:
+            self.receiving.remove(sequence)
         elif sequence.phase is Phase.PREFILLING:
             self.prefilling.remove(sequence)
         elif sequence.phase is Phase.DECODING:
@@ -110,6 +114,30 @@ class Scheduler:
         decodes, context = len(step.decodes), step.context_tokens
         step.count = steps_until(self._speed, elapsed_s, step.count, decodes, context)
         step.duration_s = row_s(self._speed, step.count, decodes, context)
+
+    def longest_s(self, step: Step) -> float:
+        """Seconds of a step, or of the longest one of a row."""
+        if step.count == 1:
+            return step.duration_s
+        return longest_s(self._speed, step.count, len(step.decodes), step.context_tokens)
+
+    def take_fetches(self) -> list[Sequence]:
+        """Remote sequences that were given room since the last call: their KV can come."""
+        fetches, self._fetches = self._fetches, []
+        return fetches
+
+    def receive(self, sequence: Sequence) -> Outcome:
+        """A remote prompt's KV is here. It decodes from the next step on, beginning with the prompt's last
+        token, as in vLLM. `cut` a row in progress first.
+        """
+        outcome = Outcome()
+        self.receiving.remove(sequence)
+        sequence.remote = False
+        sequence.phase = Phase.DECODING
+        sequence.computed_tokens = sequence.prompt_tokens - 1
+        self.decoding.append(sequence)
+        self._publish(sequence, outcome)
+        return self._settled(outcome)
 
     def complete(self, step: Step) -> Outcome:
         """Apply a step whose time has passed. Sequences aborted meanwhile are skipped."""
@@ -178,7 +206,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise `CacheCorruption` unless cache and sequences agree."""
-        live = [*self.waiting, *self.loading, *self.prefilling, *self.decoding]
+        live = [*self.waiting, *self.loading, *self.receiving, *self.prefilling, *self.decoding]
         self.cache.check_integrity(sum(sequence.private_blocks for sequence in live))
         if self.below is not None:
             self.below.check_integrity()
@@ -216,6 +244,8 @@ class Scheduler:
         told_late = self.cache.has_removed
         if told_late or self.loading or step.preempted or len(step.decodes) < len(self.decoding):
             return 1
+        if not all([sequence.generated_tokens for sequence in step.decodes]):
+            return 1  # a received one's first token is told by itself
         return steps_alike(step.decodes, self._block_tokens, self.cache.free_blocks)
 
     def _grow(self, sequence: Sequence, tokens: int, victims: list[Sequence], step: Step) -> bool:
@@ -255,9 +285,14 @@ class Scheduler:
     def _admit(self, step: Step, budget: int) -> None:
         while self.waiting and budget > 0 and self.running < self._max_sequences:
             sequence = self.waiting[0]
-            if not self._take_room(sequence, None, budget):
+            if not self._take_room(sequence, sequence.prompt_tokens if sequence.remote else None, budget):
                 return
             self.waiting.popleft()
+            if sequence.remote:
+                sequence.phase = Phase.RECEIVING
+                self.receiving.append(sequence)
+                self._fetches.append(sequence)
+                continue
             if self._load(sequence):
                 continue
             sequence.phase = Phase.PREFILLING
@@ -276,7 +311,8 @@ class Scheduler:
         known = sequence.known_tokens
         usable = sequence.keys[: (known - 1) // self._block_tokens]
         hits = self.cache.match(usable)
-        loads = 0 if self.below is None else self.below.match(usable[hits:])
+        below = None if sequence.remote else self.below
+        loads = 0 if below is None else below.match(usable[hits:])
         cached = (hits + loads) * self._block_tokens
         upto = tokens if tokens is not None else min(known, cached + (0 if loads else budget))
         shared = sequence.keys[:hits]
@@ -293,8 +329,8 @@ class Scheduler:
             self.totals.queried_tokens += sequence.prompt_tokens
             self.totals.cached_tokens += hits * self._block_tokens
             self.totals.loaded_tokens += loads * self._block_tokens
-        if self.below is not None:
-            self.below.read(usable[: hits + loads])
+        if below is not None:
+            below.read(usable[: hits + loads])
         return True
 
     def _load(self, sequence: Sequence) -> bool:
@@ -340,6 +376,8 @@ class Scheduler:
         sequence.generated_tokens += tokens
         self.totals.generated_tokens += tokens
         outcome.tokens.append(sequence)
+        if sequence.generated_tokens == tokens:
+            outcome.firsts.append(sequence)
         if sequence.generated_tokens == sequence.output_tokens:
             self.decoding.remove(sequence)
             self._release(sequence, Phase.ENDED)

@@ -14,6 +14,8 @@ class Phase(Enum):
     WAITING = "waiting"
     LOADING = "loading"
     """Its prefix comes up from the tiers below the GPU."""
+    RECEIVING = "receiving"
+    """Its prompt's KV comes from a prefill worker."""
     PREFILLING = "prefilling"
     DECODING = "decoding"
     ENDED = "ended"
@@ -21,7 +23,7 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One prompt and its output. The scheduler owns every field below `payload`."""
+    """One prompt and its output. The scheduler owns every field below `remote`."""
 
     id: str
     prompt_tokens: int
@@ -30,6 +32,9 @@ class Sequence:
     """Chained keys of the full blocks of prompt and output; blocks past its end are never shared."""
     payload: Any = None
     """The driver's own."""
+    remote: bool = False
+    """A prefill worker has computed the prompt; `Scheduler.receive` says when its KV is here. Only once: after
+    a preemption it is computed like any other."""
     phase: Phase = Phase.WAITING
     cached_tokens: int | None = None
     """Prompt tokens found in the GPU or below it at first admission; None before."""

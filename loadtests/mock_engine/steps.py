@@ -51,6 +51,8 @@ class Outcome:
 
     tokens: list[Sequence] = field(default_factory=list)
     """Each got one more token, or one for every step of a row."""
+    firsts: list[Sequence] = field(default_factory=list)
+    """Of those, whose token is their first."""
     finished: list[Sequence] = field(default_factory=list)
     stored: list[Stored] = field(default_factory=list)
     removed: list[int] = field(default_factory=list)
