@@ -28,6 +28,10 @@ class BlockInfo(Struct, frozen=True, gc=False):
     reads: int = 0
     """Hits since it was computed."""
     last_access_s: float = 0.0
+    turn: int = 1
+    """Of its conversation, the request that used it last; 1 where nobody tells turns apart."""
+    new_tokens: int = 0
+    """Tokens of that request's prompt that were not cached; 0 where nobody tells."""
 
 
 class Node(Struct, frozen=True, gc=False):
@@ -93,8 +97,13 @@ class Eviction(Protocol):
     def withdraw(self, key: int) -> None:
         """The block may not go, or is gone; no matter whether it was offered."""
 
-    def victim(self, newcomer: BlockInfo, now_s: float) -> int | None:
-        """The offered block that goes for the newcomer, and is withdrawn by this; None: the newcomer does."""
+    def refuses(self, newcomer: BlockInfo, now_s: float) -> bool:
+        """Whether the newcomer is worth less than whatever would go for it; changes nothing."""
+
+    def victim(self, newcomer: BlockInfo | None, now_s: float) -> int | None:
+        """The offered block that goes for the newcomer, and is withdrawn by this; None: the newcomer does,
+        or nothing is offered. Without a newcomer the least of those offered goes.
+        """
 
 
 class Prefetch(Protocol):

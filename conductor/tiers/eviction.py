@@ -12,7 +12,7 @@ from kvroute.conductor.tiers.value import Costs
 _Entry = tuple[tuple[float, ...], int, BlockInfo]
 
 
-class _Ranked:
+class Ranked:
     """Offered blocks in order of rank, the lowest first; ties go to the one offered first."""
 
     def __init__(self) -> None:
@@ -38,14 +38,24 @@ class _Ranked:
     def withdraw(self, key: int) -> None:
         self._tickets.pop(key, None)
 
-    def victim(self, newcomer: BlockInfo, now_s: float) -> int | None:
-        while self._heap and not self._is_current(self._heap[0]):
-            heappop(self._heap)
-        if not self._heap or not self._yields(self._heap[0], newcomer, now_s):
+    def lowest(self) -> BlockInfo | None:
+        """The one that would go first."""
+        heap = self._heap
+        while heap and not self._is_current(heap[0]):
+            heappop(heap)
+        return heap[0][2] if heap else None
+
+    def refuses(self, newcomer: BlockInfo, now_s: float) -> bool:
+        lowest = self.lowest()
+        return lowest is not None and not self._yields(lowest, newcomer, now_s)
+
+    def victim(self, newcomer: BlockInfo | None, now_s: float) -> int | None:
+        lowest = self.lowest()
+        if lowest is None or (newcomer is not None and not self._yields(lowest, newcomer, now_s)):
             return None
-        key = heappop(self._heap)[2].key
-        del self._tickets[key]
-        return key
+        heappop(self._heap)
+        del self._tickets[lowest.key]
+        return lowest.key
 
     def _is_current(self, entry: _Entry) -> bool:
         return self._tickets.get(entry[2].key) == entry[1]
@@ -54,19 +64,19 @@ class _Ranked:
         """Lowest goes first; never changes while the block lies unasked."""
         raise NotImplementedError
 
-    def _yields(self, lowest: _Entry, newcomer: BlockInfo, now_s: float) -> bool:
+    def _yields(self, lowest: BlockInfo, newcomer: BlockInfo, now_s: float) -> bool:
         """Whether the lowest makes room for the newcomer."""
         return True
 
 
-class LRU(_Ranked):
+class LRU(Ranked):
     """The one not asked for the longest. Simple, good for sessions, and washed out by a scan."""
 
     def _rank(self, block: BlockInfo) -> tuple[float, ...]:
         return (block.last_access_s, -block.depth)
 
 
-class LFU(_Ranked):
+class LFU(Ranked):
     """The one read least since it was computed; what was hot long ago stays long."""
 
     def _rank(self, block: BlockInfo) -> tuple[float, ...]:
@@ -87,11 +97,11 @@ class TinyLFU(LRU):
         """Count the access."""
         self._sketch.add(block.key)
 
-    def _yields(self, lowest: _Entry, newcomer: BlockInfo, now_s: float) -> bool:
-        return self._sketch.count(newcomer.key) > self._sketch.count(lowest[2].key)
+    def _yields(self, lowest: BlockInfo, newcomer: BlockInfo, now_s: float) -> bool:
+        return self._sketch.count(newcomer.key) > self._sketch.count(lowest.key)
 
 
-class ValuePerByte(_Ranked):
+class ValuePerByte(Ranked):
     """The one worth least per byte (`Costs`); a newcomer worth less, its writing counted, is not written."""
 
     def __init__(self, **costs: float) -> None:
@@ -106,6 +116,6 @@ class ValuePerByte(_Ranked):
         faded = math.log2(at_once / block.bytes) + block.last_access_s / self._costs.half_life_s
         return (faded, block.last_access_s, -block.depth)
 
-    def _yields(self, lowest: _Entry, newcomer: BlockInfo, now_s: float) -> bool:
-        held = 2 ** (lowest[0][0] - now_s / self._costs.half_life_s)
+    def _yields(self, lowest: BlockInfo, newcomer: BlockInfo, now_s: float) -> bool:
+        held = 2 ** (self._rank(lowest)[0] - now_s / self._costs.half_life_s)
         return self._costs.value_per_byte(newcomer, now_s) > held

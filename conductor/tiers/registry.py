@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from kvroute.conductor.tiers import admission, eviction, placement, prefetch, write_back
+from kvroute.conductor.tiers import admission, eviction, hazard, placement, prefetch, write_back
 from kvroute.conductor.tiers.base import Admission, Eviction, Placement, Prefetch, WriteBack
 from kvroute.conductor.tiers.value import Costs
 
@@ -87,6 +87,7 @@ EVICTIONS: Registry[Eviction] = Registry(
         "lfu": eviction.LFU,
         "tiny_lfu": eviction.TinyLFU,
         "value_per_byte": eviction.ValuePerByte,
+        "hazard": hazard.Hazard,
     },
 )
 PREFETCHES: Registry[Prefetch] = Registry(

@@ -8,6 +8,7 @@ import pytest
 
 from kvroute.conductor.tiers.base import Eviction
 from kvroute.conductor.tiers.eviction import LFU, LRU, TinyLFU, ValuePerByte
+from kvroute.conductor.tiers.hazard import Hazard
 from kvroute.conductor.tiers.registry import EVICTIONS
 from tests.conductor.tiers.blocks import block
 
@@ -45,8 +46,17 @@ def test_tiny_lfu_lets_only_the_more_frequent_in() -> None:
     for key, times in ((2, 3), (3, 4)):
         for _ in range(times):
             policy.record(block(key))
+    assert policy.refuses(block(2), 0.0)
     assert policy.victim(block(2), 0.0) is None, "as frequent is not more frequent"
+    assert not policy.refuses(block(3), 0.0)
     assert policy.victim(block(3), 0.0) == 1
+
+
+def test_where_nobody_is_new_the_least_goes_all_the_same() -> None:
+    for policy in (TinyLFU(), ValuePerByte()):
+        policy.offer(block(1, at_s=1.0))
+        policy.offer(block(2, at_s=2.0))
+        assert policy.victim(None, 3.0) == 1
 
 
 def test_value_weighs_reuse_time_saved_and_bytes() -> None:
@@ -97,7 +107,8 @@ def test_books_stay_as_small_as_what_is_offered(name: str) -> None:
         for key in range(10):
             policy.offer(block(key, at_s=float(round)))
     assert len(policy) == 10
-    assert len(policy._heap) <= 2 * 10 + 65
+    heaps = policy._oldest.values() if isinstance(policy, Hazard) else [policy]
+    assert sum(len(each._heap) for each in heaps) <= 2 * 10 + 65
 
 
 def test_lru_against_a_plain_model() -> None:

@@ -18,7 +18,7 @@ from tests.conductor.tiers.blocks import block
 
 
 def test_all_names_make_policies_with_a_state_of_their_own() -> None:
-    assert {registry.names.__len__() for registry in (ADMISSIONS, EVICTIONS, PLACEMENTS)} == {4}
+    assert [len(registry.names) for registry in (ADMISSIONS, EVICTIONS, PLACEMENTS)] == [4, 5, 4]
     assert PREFETCHES.names == ["buffer", "deadline"]
     assert WRITE_BACKS.names == ["back", "selective", "through"]
     for registry in (ADMISSIONS, EVICTIONS, PLACEMENTS, PREFETCHES, WRITE_BACKS):
@@ -40,7 +40,12 @@ def test_options_reach_the_policy() -> None:
 @pytest.mark.parametrize(
     ("registry", "name", "options", "message"),
     [
-        (EVICTIONS, "arc", {}, "unknown eviction policy 'arc'; known: lfu, lru, tiny_lfu, value_per_byte"),
+        (
+            EVICTIONS,
+            "arc",
+            {},
+            "unknown eviction policy 'arc'; known: hazard, lfu, lru, tiny_lfu, value_per_byte",
+        ),
         (WRITE_BACKS, "Through", {}, "unknown write-back policy 'Through'; known: back, selective, through"),
         (EVICTIONS, "lru", {"size": 1}, "eviction policy 'lru' has no option 'size'; it takes no options"),
         (
