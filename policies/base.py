@@ -23,6 +23,10 @@ class Policy(Protocol):
     `needs_seconds = True` to have their prefill seconds, and paces that answers have corrected; what nobody
     needs costs nothing.
 
+    Where prefill and decode workers are apart, `chooses_pairs = True` shows a policy all of them and the link
+    between (`fleet.pd_link`), and its candidate names both. Others are shown the prefill workers alone, and
+    the decode worker is the one with the fewest KV tokens promised.
+
     A raised exception or an answer that is none is counted, and the request goes to the least loaded worker
     instead. A decision that overruns the gateway's time budget is counted and kept; after five in a row the
     policy is set aside for a thousand decisions.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from kvroute.policies.pairing import handoff_s
 from kvroute.policies.pricing import FREE, price_one
-from kvroute.types import Decision, Fleet, Prediction, RequestView
+from kvroute.types import NO_MATCH, Decision, Fleet, Prediction, RequestView
 
 
 class Expected(Struct, frozen=True, gc=False):
@@ -15,15 +16,26 @@ class Expected(Struct, frozen=True, gc=False):
     """In seconds of the preset."""
     cached_tokens: int
     prediction: Prediction
+    prefill: Prediction | None = None
+    """Of a split request, the prefill worker's part alone, which the pace of that one can be learned from."""
 
 
 def expect(
-    request: RequestView, fleet: Fleet, decision: Decision, at: int, *, priced_alike: bool = False
+    request: RequestView,
+    fleet: Fleet,
+    decision: Decision,
+    at: int,
+    *,
+    priced_alike: bool = False,
+    decode_at: int | None = None,
 ) -> Expected:
     """By the time model, whatever the policy; `at` is the chosen worker's place in the fleet.
 
-    With `priced_alike`, the decision's own cost is by that model too, and is taken as it is.
+    With `priced_alike`, the decision's own cost is by that model too, and is taken as it is. `decode_at` is
+    the decode worker's place where that is another one: `at` then prefills.
     """
+    if decode_at is not None and decode_at != at:
+        return _expect_split(request, fleet, at, decode_at)
     pace, cost, pull = fleet.paces[at], decision.cost, decision.pull
     prompt_tokens = request.prompt_tokens
     is_whole = pull is None and decision.candidate.prefill is decision.candidate.decode
@@ -43,3 +55,27 @@ def expect(
         ttft_s + pace.overhead_s, itl_s, ttft_s / pace.prefill_scale, itl_s / pace.decode_scale, is_plain
     )
     return Expected(raw_s, cached, prediction)
+
+
+def _expect_split(request: RequestView, fleet: Fleet, at: int, decode_at: int) -> Expected:
+    """Queue and prefill at one worker, handoff, room and the first token at the other.
+
+    What of that is the pace of either cannot be told from the answer: it is not plain.
+    """
+    pace, decode_pace = fleet.paces[at], fleet.paces[decode_at]
+    side, decode = price_one(request, fleet, FREE, at), price_one(request, fleet, FREE, decode_at)
+    travel_s = 0.0
+    if fleet.pd_link is not None:
+        match = fleet.matches[decode_at] if fleet.matches else NO_MATCH
+        worker = fleet.workers[decode_at]
+        travel_s = handoff_s(fleet.pd_link, request.prompt_tokens, worker, match, decode_pace)
+    ahead_s = side.queue_s + side.load_s + side.prefill_s
+    prefill = Prediction(pace.overhead_s + ahead_s, 0.0, ahead_s / pace.prefill_scale, 0.0, side.load_s == 0)
+    whole = Prediction(
+        prefill.ttft_s + travel_s + decode_pace.overhead_s + decode.room_s + decode.itl_s,
+        decode.itl_s,
+        prefill.ahead_s,
+        decode.itl_s / decode_pace.decode_scale,
+        is_plain=False,
+    )
+    return Expected(side.raw_prefill_s, side.cached_tokens, whole, prefill)

@@ -12,9 +12,30 @@ from pydantic import Field
 from kvroute.load import WorkerLoad
 from kvroute.policies.costs.pace import Pace
 from kvroute.policies.limits import NO_LIMITS, Limits
-from kvroute.policies.pricing import CHUNK_TOKENS, Offers, Side, Weights, cost_of, has_room, price_sides
+from kvroute.policies.pairing import handoff_s
+from kvroute.policies.pricing import (
+    CHUNK_TOKENS,
+    Offers,
+    Side,
+    Sides,
+    Weights,
+    cost_of,
+    has_room,
+    price_sides,
+)
 from kvroute.policies.pricing_columns import ColumnPricing
-from kvroute.types import Candidate, Decision, Fleet, Hold, Priced, Pull, Rejection, RequestView, Role
+from kvroute.types import (
+    NO_MATCH,
+    Candidate,
+    Decision,
+    Fleet,
+    Hold,
+    Priced,
+    Pull,
+    Rejection,
+    RequestView,
+    Role,
+)
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Limit = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
@@ -67,6 +88,7 @@ class Ttft:
 
     needs_prefix: ClassVar[bool] = True
     needs_seconds: ClassVar[bool] = True
+    chooses_pairs: ClassVar[bool] = True
 
     @dataclass(frozen=True, slots=True)
     class Options:
@@ -106,7 +128,7 @@ class Ttft:
             return rejection
         if fleet.may_hold and self._options.hold and self._must_wait(request, fleet, paces, choice):
             side = sides[choice.prefill]
-            rank_s = self._options.age_weight * sides.shortest_prefill_s
+            rank_s = self._options.age_weight * _of_prefillers(fleet, sides).shortest_prefill_s
             return Hold(fleet.workers[choice.prefill], side.raw_prefill_s, rank_s)
         return self._decision(request, fleet, paces, sides, choice)
 
@@ -167,7 +189,7 @@ class Ttft:
     ) -> Rejection | None:
         options = self._options
         if options.max_queue_s is not None:
-            excess_s = sides.shortest_queue_s - options.max_queue_s
+            excess_s = _of_prefillers(fleet, sides).shortest_queue_s - options.max_queue_s
             if excess_s > 0:
                 return Rejection("queue", excess_s)
         if choice.broken is None or options.admission == "off":
@@ -244,10 +266,20 @@ def _has_lower(fleet: Fleet, at: int) -> bool:
     return fleet.matches[at].tokens > fleet.matches[at].gpu_tokens
 
 
+def _of_prefillers(fleet: Fleet, sides: Offers) -> Offers:
+    """Of those that may prefill."""
+    if fleet.pd_link is None:
+        return sides
+    return Sides(sides[i] for i, worker in enumerate(fleet.workers) if worker.role is not Role.DECODE)
+
+
 def _ttft_s(fleet: Fleet, pace: Pace, prefill: Side, decode: Side, handoff_s: float) -> float:
-    """From the request's arrival, what it has waited included."""
+    """From the request's arrival, what it has waited included. The first token of a split request is the
+    decode worker's.
+    """
     wait_s = fleet.held_s + pace.overhead_s + prefill.queue_s + decode.room_s
-    return wait_s + prefill.load_s + prefill.prefill_s + handoff_s
+    ours_s = wait_s + prefill.load_s + prefill.prefill_s + handoff_s
+    return ours_s if prefill is decode else ours_s + decode.itl_s
 
 
 def _candidates(
@@ -260,8 +292,8 @@ def _candidates(
 ) -> Iterator[_Choice]:
     """Every worker that may do it all, and every split of two different workers.
 
-    With `pairs`, splits of the best so many of each half only: a price is the sum of its halves, so that with
-    two the best split is among them.
+    With `pairs`, splits of the best so many of each half only: a price is the sum of its halves (the handoff
+    is the decode worker's), so that with two the best split is among them.
     """
     workers, output = fleet.workers, fleet.output_tokens
 
@@ -286,14 +318,19 @@ def _candidates(
         return too_late, sides[i].start_s
 
     def decode_key(j: int) -> tuple[bool, float]:
-        return limits.itl_s is not None and sides[j].itl_s > limits.itl_s, sides[j].stay_s
+        return limits.itl_s is not None and sides[j].itl_s > limits.itl_s, sides[j].stay_s + handoffs_s[j]
 
-    decoders = best([j for j in everyone if workers[j].role is not Role.PREFILL], decode_key)
+    matches = fleet.matches or [NO_MATCH] * len(workers)
+    handoffs_s = {
+        j: handoff_s(link, request.prompt_tokens, workers[j], matches[j], paces[j])
+        for j in everyone
+        if workers[j].role is not Role.PREFILL
+    }
+    decoders = best(list(handoffs_s), decode_key)
     for i in best([i for i in everyone if workers[i].role is not Role.DECODE], prefill_key):
-        handoff_s = link.transfer_s(request.prompt_tokens * paces[i].speed.kv_bytes_per_token)
         for j in decoders:
             if i != j:
-                yield choice(i, j, handoff_s)
+                yield choice(i, j, handoffs_s[j])
 
 
 def _worthwhile_pull(
