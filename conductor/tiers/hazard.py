@@ -118,9 +118,9 @@ class HazardTable:
         pool = np.divide(self._reuses.sum(axis=0), everywhere_s, out=np.zeros(BINS), where=everywhere_s > 0)
         prior_s = self._prior_blocks * WIDTHS_S
         total_s = exposure_s + prior_s
-        return np.divide(
-            self._reuses + prior_s * pool, total_s, out=np.zeros_like(total_s), where=total_s > 0
-        )
+        hazard: NDArray[np.float64] = np.zeros_like(total_s)
+        np.divide(self._reuses + prior_s * pool, total_s, out=hazard, where=total_s > 0)
+        return hazard
 
 
 def _index(hazard: NDArray[np.float64]) -> NDArray[np.float64]:

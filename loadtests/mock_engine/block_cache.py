@@ -74,6 +74,11 @@ class BlockCache:
                 del idle[key]
             refs[key] = count + 1
 
+    def begin(self, keys: Sequence[int], hits: int, prompt_tokens: int) -> None:
+        """A sequence of these blocks was admitted and found so many of them here: nothing to LRU, which goes
+        by the order of releases.
+        """
+
     def allocate(self, blocks: int) -> bool:
         """Take private blocks, evicting idle ones as needed; False, and no change, when there are too few."""
         short = blocks - self.free_blocks

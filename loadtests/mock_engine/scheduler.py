@@ -108,7 +108,9 @@ class Scheduler:
         return step
 
     def cut(self, step: Step, elapsed_s: float) -> None:
-        """End a row with the step that runs `elapsed_s` after its beginning."""
+        """End a row with the step that runs `elapsed_s` after its beginning, and one that only waits at once."""
+        if not step.prefills and not step.decodes:
+            step.duration_s = min(step.duration_s, elapsed_s)
         if step.count == 1:
             return
         decodes, context = len(step.decodes), step.context_tokens
@@ -329,6 +331,8 @@ class Scheduler:
             self.totals.queried_tokens += sequence.prompt_tokens
             self.totals.cached_tokens += hits * self._block_tokens
             self.totals.loaded_tokens += loads * self._block_tokens
+            sequence.loaded_tokens = loads * self._block_tokens
+            self.cache.begin(sequence.keys, hits, sequence.prompt_tokens)
         if below is not None:
             below.read(usable[: hits + loads])
         return True

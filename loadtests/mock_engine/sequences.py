@@ -38,6 +38,8 @@ class Sequence:
     phase: Phase = Phase.WAITING
     cached_tokens: int | None = None
     """Prompt tokens found in the GPU or below it at first admission; None before."""
+    loaded_tokens: int = 0
+    """Of those, found below it."""
     computed_tokens: int = 0
     generated_tokens: int = 0
     resident_blocks: int = 0

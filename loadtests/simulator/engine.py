@@ -31,7 +31,7 @@ class SimulatedEngine:
         """Queue a sequence; it can run from the next step on. ValueError when it could never fit."""
         self.scheduler.add(sequence)
         step = self._step
-        if step is not None and step.count > 1:
+        if step is not None:
             self.scheduler.cut(step, now_s - self._started_s)
             self._set_end(self._started_s + step.duration_s)
 

@@ -304,7 +304,10 @@ def test_without_tiers_nothing_is_told_of_any() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cpu_eviction": "arc"}, "cpu_eviction 'arc' is unknown; known: lfu, lru, tiny_lfu, value_per_byte"),
+        (
+            {"cpu_eviction": "arc"},
+            "cpu_eviction 'arc' is unknown; known: hazard, lfu, lru, tiny_lfu, value_per_byte",
+        ),
         ({"cpu_write": "around"}, "cpu_write 'around' is unknown; known: back, selective, through"),
         ({"cpu_admission": "none"}, "cpu_admission 'none' is unknown"),
         ({"cpu_blocks": -1}, "cpu_blocks must not be negative"),
