@@ -21,6 +21,8 @@ class TierChange(Struct, frozen=True, gc=False):
     medium: str
     key: int
     stored: bool
+    parent: int | None = None
+    """Key of the block before it in its prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +150,10 @@ class TierStack:
         stored, evicted = tier.store(block, now_s)
         # Told first where a block goes and then where it is gone: whoever follows never loses sight of it.
         if stored:
-            self._changes.append(TierChange(tier.medium, block.key, True))
+            self._changes.append(TierChange(tier.medium, block.key, True, block.parent))
         for each in evicted:
             self._leaving(level + 1, each, now_s)
-            self._changes.append(TierChange(tier.medium, each.key, False))
+            self._changes.append(TierChange(tier.medium, each.key, False, each.parent))
 
 
 def _read(block: BlockInfo, now_s: float) -> BlockInfo:
