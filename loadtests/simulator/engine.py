@@ -5,17 +5,53 @@ Steps that only decode are taken in a row, as one; an arrival ends the row with 
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from kvroute.loadtests.mock_engine.scheduler import Scheduler
 from kvroute.loadtests.mock_engine.sequences import Sequence
 from kvroute.loadtests.mock_engine.steps import Outcome, Step
 
 
-class SimulatedEngine:
-    """Says when its step in progress ends; whoever drives it calls `complete` then, and `wake` after `submit`
-    when it was idle: who comes at the same moment runs in the same step.
+class Gaps:
+    """How long the steps of an engine took: the longest since any of them.
+
+    A step that is no longer than a later one is forgotten, so that what is kept only decreases.
     """
 
-    __slots__ = ("_started_s", "_step", "ends_s", "in_a_row", "scheduler", "turn")
+    __slots__ = ("_numbers", "_seconds", "steps")
+
+    def __init__(self) -> None:
+        self.steps = 0
+        """So far; a row counts as one."""
+        self._numbers: list[int] = []
+        self._seconds: list[float] = []
+
+    def add(self, seconds: float) -> None:
+        self.steps += 1
+        kept = self._seconds
+        while kept and kept[-1] <= seconds:
+            kept.pop()
+            self._numbers.pop()
+        kept.append(seconds)
+        self._numbers.append(self.steps)
+
+    def longest_s(self, since: int) -> float:
+        """Of those after the first `since`; 0 when there are none."""
+        at = bisect_right(self._numbers, since)
+        return self._seconds[at] if at < len(self._seconds) else 0.0
+
+    def forget(self) -> None:
+        """Nobody will ask about a step so far."""
+        self._numbers.clear()
+        self._seconds.clear()
+
+
+class SimulatedEngine:
+    """Says when its step in progress ends; whoever drives it calls `complete` then, and `wake` after `submit`
+    or `receive` when it was idle: who comes at the same moment runs in the same step.
+    """
+
+    __slots__ = ("ends_s", "gaps", "in_a_row", "is_up", "life", "scheduler", "started_s", "step", "turn")
 
     def __init__(self, scheduler: Scheduler, in_a_row: bool = True) -> None:
         self.scheduler = scheduler
@@ -24,33 +60,75 @@ class SimulatedEngine:
         """End of the step in progress; None when idle."""
         self.turn = 0
         """Moves on whenever `ends_s` becomes another."""
-        self._step: Step | None = None
-        self._started_s = 0.0
+        self.step: Step | None = None
+        """In progress."""
+        self.started_s = 0.0
+        """When that began."""
+        self.gaps = Gaps()
+        self.is_up = True
+        self.life = 0
+        """Moves on whenever it fails."""
 
     def submit(self, sequence: Sequence, now_s: float) -> None:
         """Queue a sequence; it can run from the next step on. ValueError when it could never fit."""
         self.scheduler.add(sequence)
-        step = self._step
-        if step is not None:
-            self.scheduler.cut(step, now_s - self._started_s)
-            self._set_end(self._started_s + step.duration_s)
+        self._cut(now_s)
+
+    def receive(self, sequence: Sequence, now_s: float) -> Outcome:
+        """The KV of a remote sequence is here; it decodes from the next step on."""
+        self._cut(now_s)
+        return self.scheduler.receive(sequence)
+
+    def abort(self, sequence: Sequence, now_s: float) -> None:
+        """Drop a sequence in any phase."""
+        self._cut(now_s)
+        self.scheduler.abort(sequence)
+
+    def fail(self) -> list[Sequence]:
+        """Gone, and all it held: whom it had. It takes nothing until `is_up` again, and begins empty."""
+        scheduler = self.scheduler
+        lost = [
+            *scheduler.waiting,
+            *scheduler.loading,
+            *scheduler.receiving,
+            *scheduler.prefilling,
+            *scheduler.decoding,
+        ]
+        for sequence in lost:
+            scheduler.abort(sequence)
+        scheduler.clear()
+        scheduler.cache.take_removed()
+        scheduler.take_fetches()
+        self.step = None
+        self.is_up = False
+        self.life += 1
+        self._set_end(None)
+        return lost
 
     def wake(self, now_s: float) -> None:
         """Begin a step, unless one is in progress."""
-        if self._step is None:
+        if self.step is None:
             self._start(now_s)
 
     def complete(self, now_s: float) -> tuple[Step, Outcome]:
         """The step in progress is over: what it was, what came of it; the next has begun."""
-        step = self._step
+        step = self.step
         assert step is not None
+        self.gaps.add(self.scheduler.longest_s(step))
         outcome = self.scheduler.complete(step)
         self._start(now_s)
         return step, outcome
 
+    def _cut(self, now_s: float) -> None:
+        """A row in progress ends with its step in progress."""
+        step = self.step
+        if step is not None and step.count > 1:
+            self.scheduler.cut(step, now_s - self.started_s)
+            self._set_end(self.started_s + step.duration_s)
+
     def _start(self, now_s: float) -> None:
-        step = self._step = self.scheduler.step(self.in_a_row)
-        self._started_s = now_s
+        step = self.step = self.scheduler.step(self.in_a_row)
+        self.started_s = now_s
         self._set_end(None if step is None else now_s + step.duration_s)
 
     def _set_end(self, ends_s: float | None) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvroute.clock import Clock
 from kvroute.conductor.index import PrefixIndex
@@ -17,21 +18,24 @@ from kvroute.load import Charge, WorkerLoad
 from kvroute.policies.base import Policy
 from kvroute.policies.costs.calibration import Calibration
 from kvroute.policies.costs.lengths import OutputLengths
+from kvroute.policies.costs.links import Link
 from kvroute.policies.costs.pace import Pace
 from kvroute.policies.costs.rates import Rate
 from kvroute.policies.holding import HoldQueue, Ticket
-from kvroute.policies.predicting import expect
+from kvroute.policies.pairing import roomiest
+from kvroute.policies.predicting import Expected, expect
 from kvroute.types import (
     NO_MATCH,
+    Candidate,
     Decision,
     Fleet,
     Hold,
     Outcome,
-    Prediction,
     PrefixMatch,
     PromptKeys,
     Rejection,
     RequestView,
+    Role,
     Worker,
 )
 
@@ -49,15 +53,24 @@ class Ask(Struct, Generic[T], frozen=True):
 
 
 class Placement(Struct, frozen=True):
-    """A decision that is already paid for: `charge` must be released."""
+    """A decision that is already paid for: `Router.finish` or `drop` is due."""
 
-    worker: int
+    prefill: int
+    decode: int
+    """The same worker unless prefill and decode are apart."""
     decision: Decision
     charge: Charge
+    """Of the prefill worker."""
+    decode_charge: Charge
+    """The same one, unless they are apart."""
     match: PrefixMatch
-    """What the worker is thought to hold of the prompt, whatever the policy made of it."""
-    prediction: Prediction
+    """What the prefill worker is thought to hold of the prompt, whatever the policy made of it."""
+    expected: Expected
     chosen_s: float
+
+    @property
+    def is_split(self) -> bool:
+        return self.prefill != self.decode
 
 
 class Served(Struct, frozen=True):
@@ -68,12 +81,27 @@ class Served(Struct, frozen=True):
     cached_tokens: int
 
 
+class _Members(Struct, frozen=True):
+    """The workers that may take a request, those that prefill first; parallel but for the last."""
+
+    at: Sequence[int]
+    workers: Sequence[Worker]
+    loads: Sequence[WorkerLoad]
+    paces: Sequence[Pace]
+    ids: Sequence[str]
+    prefillers: int
+
+
 Answer = Placement | Rejection
+NOBODY = Rejection("no_worker")
+"""No policy was asked: there is no worker that could take it."""
 
 
 class Router(Generic[T]):
-    """One gateway over a fixed fleet. `predicts`: what was routed counts as held until events have come.
-    With a `calibration`, answers correct the paces.
+    """One gateway over a fleet. `predicts`: what was routed counts as held until events have come. With a
+    `calibration`, answers correct the paces. With a `pd_link`, prefill and decode workers are apart, in this
+    order: a policy that does not choose pairs is shown the prefill workers, and the decode worker is the one
+    with the fewest KV tokens promised.
     """
 
     def __init__(
@@ -87,6 +115,8 @@ class Router(Generic[T]):
         predicts: bool = True,
         hold_limit: int = 1024,
         calibration: Calibration | None = None,
+        pd_link: Link | None = None,
+        peer_link: Link | None = None,
     ) -> None:
         self.workers = workers
         self.loads = [WorkerLoad() for _ in workers]
@@ -96,7 +126,12 @@ class Router(Generic[T]):
         self._needs_active_keys = bool(getattr(policy, "needs_active_keys", False))
         self.paces = paces
         self._index = index
-        self._ids = [worker.id for worker in workers]
+        self._pd_link = pd_link
+        self._peer_link = peer_link
+        self._chooses_pairs = bool(getattr(policy, "chooses_pairs", False))
+        self._turn = -1
+        self._is_usable = [True] * len(workers)
+        self._members = self._members_without(())
         self._clock = clock
         self._predicts = predicts
         self._arrivals = Rate()
@@ -130,21 +165,57 @@ class Router(Generic[T]):
         """Something may have freed: who waits no more, and the answer."""
         return self._queue.pump(self.consider) if self._queue else []
 
+    def set_usable(self, worker: int, is_usable: bool) -> None:
+        """The gateway has found out that a worker is gone, or back."""
+        self._is_usable[worker] = is_usable
+        self._members = self._members_without(())
+
+    def retry(self, ask: Ask[T], tried: Sequence[int]) -> Answer:
+        """Another worker for an attempt that failed; a retry is never held."""
+        answer = self.consider(ask, None, tried)
+        assert not isinstance(answer, Hold)
+        return answer
+
     def first_byte(self, placement: Placement) -> None:
-        """Its prefill is over."""
+        """Its first token is there."""
         placement.charge.first_byte(self._clock())
+
+    def prefilled(self, ask: Ask[T], placement: Placement, cached_tokens: int) -> None:
+        """The prefill worker's part of a split request is over."""
+        now_s = self._clock()
+        placement.charge.first_byte(now_s)
+        placement.charge.release(now_s)
+        prediction = placement.expected.prefill
+        if self._calibration is not None and prediction is not None:
+            outcome = Outcome(
+                self.workers[placement.prefill],
+                200,
+                ttft_s=now_s - placement.chosen_s,
+                e2e_s=now_s - placement.chosen_s,
+                prompt_tokens=ask.view.prompt_tokens,
+                cached_tokens=cached_tokens,
+                completion_tokens=1,
+                matched_tokens=placement.decision.matched_tokens,
+                prediction=prediction,
+            )
+            self._learn(placement.prefill, placement, outcome, prediction.is_plain)
+
+    def drop(self, placement: Placement) -> None:
+        """It has failed."""
+        placement.charge.release(self._clock())
+        placement.decode_charge.release(self._clock())
 
     def finish(self, ask: Ask[T], placement: Placement, served: Served) -> None:
         """It is over."""
         now_s = self._clock()
-        placement.charge.release(now_s)
+        self.drop(placement)
         self.lengths.observe(ask.view.model, ask.view.tenant, served.output_tokens)
         if self._calibration is None:
             return
-        worker, pace = self.workers[placement.worker], self.paces[placement.worker]
         more = served.output_tokens - 1
+        prediction = placement.expected.prediction
         outcome = Outcome(
-            worker,
+            self.workers[placement.decode],
             200,
             ttft_s=served.first_s - placement.chosen_s,
             e2e_s=now_s - placement.chosen_s,
@@ -153,17 +224,22 @@ class Router(Generic[T]):
             completion_tokens=served.output_tokens,
             matched_tokens=placement.decision.matched_tokens,
             itl_s=(now_s - served.first_s) / more if more else None,
-            prediction=placement.prediction,
+            prediction=prediction,
         )
+        self._learn(placement.decode, placement, outcome, ask.view.stream and prediction.is_plain)
+
+    def _learn(self, at: int, placement: Placement, outcome: Outcome, ttft_teaches: bool) -> None:
+        assert self._calibration is not None
+        pace, is_prefill = self.paces[at], at == placement.prefill
         self._calibration.observe(
-            worker.id,
+            self.workers[at].id,
             pace,
             outcome,
             pace.speed,
-            now_s=now_s,
-            charge=placement.charge,
-            match=placement.match,
-            streamed=ask.view.stream,
+            now_s=self._clock(),
+            charge=placement.charge if is_prefill else None,
+            match=placement.match if is_prefill else NO_MATCH,
+            streamed=ttft_teaches,
         )
 
     def choose(self, ask: Ask[T]) -> Answer:
@@ -173,17 +249,49 @@ class Router(Generic[T]):
             raise TypeError(f"{type(self._policy).__name__} held a request although it may not")
         return answer
 
-    def consider(self, ask: Ask[T], promised_s: Mapping[str, float] | None) -> Answer | Hold:
+    def consider(
+        self, ask: Ask[T], promised_s: Mapping[str, float] | None, tried: Sequence[int] = ()
+    ) -> Answer | Hold:
         """Ask the policy and charge its choice; `Hold` only where `promised_s` is given."""
-        now_s = self._clock()
-        fleet = self._fleet(ask, now_s, promised_s)
-        decision = self._policy.decide(ask.view, fleet)
-        if isinstance(decision, Decision):
-            return self._charge(ask, fleet, decision)
-        return decision
+        members = self._members_without(tried) if tried else self._members
+        count = len(members.at)
+        if not members.prefillers or (self._pd_link is not None and members.prefillers == count):
+            return NOBODY
+        fleet = self._fleet(ask, members, self._clock(), promised_s)
+        if self._pd_link is None or self._chooses_pairs:
+            decision = self._policy.decide(ask.view, fleet)
+        else:
+            decision = self._policy.decide(ask.view, _first(fleet, members.prefillers))
+        if not isinstance(decision, Decision):
+            return decision
+        workers, candidate = fleet.workers, decision.candidate
+        at = next(i for i, worker in enumerate(workers) if worker is candidate.prefill)
+        if self._pd_link is None:
+            decode_at = at
+        elif self._chooses_pairs:
+            decode_at = next(i for i, worker in enumerate(workers) if worker is candidate.decode)
+        else:
+            self._turn += 1
+            decode_at = roomiest(fleet.loads, range(members.prefillers, count), self._turn)
+            decision = replace(decision, candidate=Candidate(candidate.prefill, workers[decode_at]))
+        return self._charge(ask, members, fleet, decision, at, decode_at)
 
-    def _fleet(self, ask: Ask[T], now_s: float, promised_s: Mapping[str, float] | None) -> Fleet:
-        keys, ids, count = ask.keys, self._ids, len(self.workers)
+    def _members_without(self, tried: Sequence[int]) -> _Members:
+        everyone = [i for i, usable in enumerate(self._is_usable) if usable and i not in tried]
+        prefillers = sum([self.workers[i].role is not Role.DECODE for i in everyone])
+        return _Members(
+            everyone,
+            [self.workers[i] for i in everyone],
+            [self.loads[i] for i in everyone],
+            [self.paces[i] for i in everyone],
+            tuple([self.workers[i].id for i in everyone]),
+            prefillers,
+        )
+
+    def _fleet(
+        self, ask: Ask[T], members: _Members, now_s: float, promised_s: Mapping[str, float] | None
+    ) -> Fleet:
+        keys, ids = ask.keys, members.ids
         matches: Sequence[PrefixMatch] = ()
         held_blocks: Sequence[int] = ()
         if self._needs_prefix:
@@ -192,36 +300,69 @@ class Router(Generic[T]):
         shows_keys = self._needs_active_keys
         return Fleet(
             now_s,
-            self.workers,
-            self.loads,
+            members.workers,
+            members.loads,
             matches,
             held_blocks,
             keys=keys.keys if shows_keys else (),
             block_tokens=keys.block_tokens if shows_keys else 0,
-            paces=self.paces,
+            paces=members.paces,
             output_tokens=self.lengths.expect(ask.view.model, ask.view.tenant, ask.view.max_output_tokens),
-            arrivals_per_s=self._arrivals.per_s(now_s) / count,
+            arrivals_per_s=self._arrivals.per_s(now_s) / members.prefillers,
             promised_s=[promised_s.get(id_, 0.0) for id_ in ids] if promised_s else (),
             may_hold=promised_s is not None,
+            pd_link=self._pd_link,
+            peer_link=self._peer_link,
             held_s=now_s - ask.since_s,
         )
 
-    def _charge(self, ask: Ask[T], fleet: Fleet, decision: Decision) -> Placement:
-        """Add what the request will cost its worker, by the same time model whatever the policy."""
-        chosen = decision.candidate.decode
-        at = next(i for i, worker in enumerate(self.workers) if worker is chosen)
-        load = self.loads[at]
+    def _charge(
+        self, ask: Ask[T], members: _Members, fleet: Fleet, decision: Decision, at: int, decode_at: int
+    ) -> Placement:
+        """Add what the request will cost its workers, by the same time model whatever the policy."""
         match = fleet.matches[at] if fleet.matches else NO_MATCH
-        expected = expect(ask.view, fleet, decision, at)
-        prompt_tokens = ask.view.prompt_tokens
-        charge = load.charge(
+        expected = expect(ask.view, fleet, decision, at, decode_at=decode_at)
+        prompt_tokens, output_tokens = ask.view.prompt_tokens, fleet.output_tokens
+        is_split = at != decode_at
+        charge = fleet.loads[at].charge(
             fleet.now_s,
             prefill_s=expected.prefill_s,
             prompt_tokens=prompt_tokens,
             uncached_tokens=prompt_tokens - expected.cached_tokens,
-            output_tokens=fleet.output_tokens,
+            output_tokens=1.0 if is_split else output_tokens,
             keys=fleet.keys,
         )
+        decode_charge = charge
+        if is_split:
+            decode_charge = fleet.loads[decode_at].charge(
+                fleet.now_s, prompt_tokens=prompt_tokens, output_tokens=output_tokens, keys=fleet.keys
+            )
+            decode_charge.first_byte(fleet.now_s)  # it only decodes there: for prices, from now on
         if self._predicts and self._needs_prefix:
-            self._index.predict(chosen.id, ask.keys)
-        return Placement(at, decision, charge, match, expected.prediction, fleet.now_s)
+            self._index.predict(fleet.workers[at].id, ask.keys)
+        return Placement(
+            members.at[at],
+            members.at[decode_at],
+            decision,
+            charge,
+            decode_charge,
+            match,
+            expected,
+            fleet.now_s,
+        )
+
+
+def _first(fleet: Fleet, count: int) -> Fleet:
+    """Of a fleet in which prefill and decode workers are apart, the prefill workers, as if there were only
+    they.
+    """
+    return replace(
+        fleet,
+        workers=fleet.workers[:count],
+        loads=fleet.loads[:count],
+        matches=fleet.matches[:count],
+        held_blocks=fleet.held_blocks[:count],
+        paces=fleet.paces[:count],
+        promised_s=fleet.promised_s[:count],
+        pd_link=None,
+    )

@@ -3,23 +3,46 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import isfinite
 
 from kvroute.loadtests.mock_engine.scheduler import Scheduler
 from kvroute.loadtests.mock_engine.steps import StepTimes
+from kvroute.policies.costs.links import LINKS, Link
 from kvroute.policies.costs.pace import Pace
 from kvroute.policies.costs.speeds import PRESETS, Speed
+from kvroute.types import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A worker dies with all it holds, and comes back empty, if at all."""
+
+    worker: int
+    at_s: float
+    back_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A fleet of equal engines. Validated once; errors name the field."""
+    """A fleet of engines, alike but for `worker_scales` and `worker_speeds`. Validated once; errors name the
+    field.
+    """
 
     workers: int = 8
+    """With `split`, the sum of that."""
+    split: tuple[int, int] | None = None
+    """Prefill and decode workers, in this order; None: every worker does both."""
+    handoff: Link = LINKS["ib-400g"]
+    """From prefill to decode workers: what each of them has."""
     speed: Speed = PRESETS["qwen3-32b-h200-tp2"]
     scale: float = 1.1
     """k of the platform."""
     offset_ms: float = 0.0
     """o of it, added to every step."""
+    worker_scales: tuple[float, ...] = ()
+    """How much slower each engine is, as a multiple of `scale`; empty: all alike. The router knows."""
+    worker_speeds: tuple[Speed, ...] = ()
+    """Of each engine, in place of `speed`; empty: all alike."""
     kv_tokens: int = 750_000
     """KV room of each engine."""
     block_tokens: int = 512
@@ -31,6 +54,11 @@ class Setting:
     """Of the API for every output token; added to the times reported."""
     event_lag_s: float = 0.0
     """Until the index hears what an engine stored or removed."""
+    event_loss: float = 0.0
+    """Share of the batches of events that the index never hears of."""
+    failures: tuple[Failure, ...] = ()
+    detect_s: float = 1.0
+    """Until the router knows that a worker is gone, or back."""
     keeps_output: bool = False
     """Whether full blocks of generated tokens stay cached, as in vLLM; no prompt here ever repeats them, so
     they only take room. Without, that room is free once a request ends.
@@ -53,27 +81,66 @@ class Setting:
     scheduler: type[Scheduler] = Scheduler
 
     def __post_init__(self) -> None:
+        if self.split is not None:
+            if min(self.split) < 1:
+                raise ValueError(f"split must be a prefill and a decode worker at least, got {self.split}")
+            object.__setattr__(self, "workers", sum(self.split))
         for name in ("workers", "kv_tokens", "block_tokens", "max_batched_tokens", "max_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("scale", "prefill_error", "decode_error", "hold_limit_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("offset_ms", "request_overhead_s", "token_overhead_s", "event_lag_s", "hold_limit"):
+        for name in (
+            "offset_ms",
+            "request_overhead_s",
+            "token_overhead_s",
+            "event_lag_s",
+            "hold_limit",
+            "detect_s",
+        ):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        if not 0 <= self.event_loss <= 1:
+            raise ValueError(f"event_loss must be a share of 0 to 1, got {self.event_loss}")
         if self.kv_tokens < self.block_tokens:
             raise ValueError(
                 f"kv_tokens must hold a block of {self.block_tokens} tokens at least, got {self.kv_tokens}"
             )
+        self._check_workers()
 
-    @property
-    def engine_times(self) -> StepTimes:
-        return self.step_times or self.speed.calibrated(self.scale, self.offset_ms)
+    def _check_workers(self) -> None:
+        for name in ("worker_scales", "worker_speeds"):
+            count = len(getattr(self, name))
+            if count and count != self.workers:
+                raise ValueError(f"{name} must be one for each of {self.workers} workers, got {count}")
+            if count and self.step_times is not None:
+                raise ValueError(f"{name} cannot go with step_times, which are those of all workers")
+        if not all(0 < scale < float("inf") for scale in self.worker_scales):
+            raise ValueError(f"worker_scales must be positive, got {self.worker_scales}")
+        back_s = [0.0] * self.workers
+        for failure in sorted(self.failures, key=lambda failure: failure.at_s):
+            if not 0 <= failure.worker < self.workers:
+                raise ValueError(f"failures: no worker {failure.worker} among {self.workers}")
+            if not (isfinite(failure.at_s) and failure.at_s >= back_s[failure.worker]):
+                raise ValueError(f"failures: at_s must come when the worker is there, got {failure}")
+            if failure.back_s is not None and not failure.at_s < failure.back_s < float("inf"):
+                raise ValueError(f"failures: back_s must be after at_s, got {failure}")
+            back_s[failure.worker] = float("inf") if failure.back_s is None else failure.back_s
 
-    def pace(self) -> Pace:
+    def role(self, worker: int) -> Role:
+        if self.split is None:
+            return Role.BOTH
+        return Role.PREFILL if worker < self.split[0] else Role.DECODE
+
+    def engine_times(self, worker: int) -> StepTimes:
+        speed, scale = self._speed(worker)
+        return self.step_times or speed.calibrated(scale, self.offset_ms)
+
+    def pace(self, worker: int) -> Pace:
         """What the router knows of one engine at first."""
-        wrong, speed = self.prefill_error, self.speed
+        wrong = self.prefill_error
+        speed, scale = self._speed(worker)
         known = replace(
             speed,
             floor_ms=speed.floor_ms * wrong,
@@ -84,4 +151,9 @@ class Setting:
             decode_sequence_ms=speed.decode_sequence_ms * self.decode_error,
             decode_context_ms=speed.decode_context_ms * self.decode_error,
         )
-        return Pace(known, self.scale, self.scale, self.request_overhead_s, self.kv_tokens)
+        return Pace(known, scale, scale, self.request_overhead_s, self.kv_tokens)
+
+    def _speed(self, worker: int) -> tuple[Speed, float]:
+        """Preset, and k."""
+        speed = self.worker_speeds[worker] if self.worker_speeds else self.speed
+        return speed, self.scale * (self.worker_scales[worker] if self.worker_scales else 1.0)

@@ -136,7 +136,7 @@ def test_what_is_refused_counts_as_bad() -> None:
 def test_what_can_never_fit_is_refused_by_the_engine() -> None:
     blocks = tuple(range(200))
     simulation, (record,) = run(ONE, Scripted(), requests((0.0, 200 * 512, 5, blocks)))
-    assert record.rejected == "too_long"
+    assert (record.failure, record.rejected) == ("too_long", None)
     assert summarize(simulation, [record], warm_up=0).goodput == 0
 
 
