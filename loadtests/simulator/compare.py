@@ -1,24 +1,51 @@
-"""Policies over the same arrivals: every (policy, speedup, seed) once, paired by seed."""
+"""Policies over the same arrivals: every (trace, fleet, speed, seed, policy) once, paired by seed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, fields
-from multiprocessing import get_context
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol
 
-import numpy as np
-
-from kvroute.loadtests.simulator.results import Limits, Result, summarize
+from kvroute.loadtests.results.combine import WARM_UP, Result, make_row, result
+from kvroute.loadtests.results.measured import Limits
+from kvroute.loadtests.results.rows import Row
+from kvroute.loadtests.simulator.knowing import KnownLengths, tell_lengths
+from kvroute.loadtests.simulator.measuring import DecisionMeter, facts
 from kvroute.loadtests.simulator.setting import Setting
 from kvroute.loadtests.simulator.simulation import Simulation
-from kvroute.loadtests.traces.arrivals import PROCESSES, arrivals
+from kvroute.loadtests.simulator.warming import requests_to_fill
+from kvroute.loadtests.traces.arrivals import PROCESSES, Arrival, arriving
+from kvroute.loadtests.traces.cuts import Cut
 from kvroute.loadtests.traces.rows import Trace
 from kvroute.policies.base import Policy
 from kvroute.policies.registry import make_policy
 
-RESAMPLES = 10_000
 MAX_RUNS = 10_000
+OUTPUTS = ("learned", "known")
+MAX_SEEDS = 1000
+MAX_SPEED = 1000.0
+
+
+class Source(Protocol):
+    """Where requests come from."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def block_tokens(self) -> int: ...
+    @property
+    def is_drawn(self) -> bool:
+        """Whether another seed has other requests."""
+        ...
+
+    @property
+    def remarks(self) -> Sequence[str]:
+        """What a reader of the results should know of it."""
+        ...
+
+    def __call__(self, seed: int) -> Trace:
+        """The requests of a seed: a file's are the same for all of them."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,109 +64,143 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """One simulation of a comparison."""
+class FleetOf:
+    """Engines, as they are named in results: how many, or "6P2D"."""
 
-    variant: int
-    speedup: float
+    workers: int | str
+    setting: Setting
+    block_tokens: int | None = None
+    """None: those of each trace."""
+
+    def setting_for(self, source: Source) -> Setting:
+        """With blocks as they are asked for."""
+        return replace(self.setting, block_tokens=self.block_tokens or source.block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One simulation of a comparison; numbers are places in its lists."""
+
+    source: int
+    fleet: int
+    speed: float
     seed: int
+    variant: int
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What is compared. `trace` makes the requests of a seed: a file's are the same for all of them."""
+    """What is compared. ValueError names the option."""
 
-    trace: Callable[[int], Trace]
+    sources: Sequence[Source]
     variants: Sequence[Variant]
-    setting: Setting = field(default_factory=Setting)
-    speedups: Sequence[float] = (1.0,)
+    fleets: Sequence[FleetOf] = (FleetOf(8, Setting()),)
+    speeds: Sequence[float] = (1.0,)
     seeds: int = 1
     jitter_s: float = 0.0
     process: str = "trace"
     """How requests arrive: see `arrivals`."""
+    outputs: str = "learned"
+    """By the router; or "known": it is told how long each answer will be."""
     limits: Limits = field(default_factory=Limits)
+    warm_up: float | None = WARM_UP
+    """Share of the requests, the first, that are not counted; None: until the fleet's caches are full."""
 
     def __post_init__(self) -> None:
-        if not self.variants or not self.speedups:
-            raise ValueError("a policy and a speedup at least are needed")
-        if self.seeds < 1:
-            raise ValueError(f"--seeds must be at least 1, got {self.seeds}")
-        if len(self.runs) > MAX_RUNS:
-            raise ValueError(f"{len(self.runs)} runs; at most {MAX_RUNS} are made")
+        if not (self.sources and self.variants and self.fleets and self.speeds):
+            raise ValueError("a trace, a policy, a fleet and a speed at least are needed")
+        if not 1 <= self.seeds <= MAX_SEEDS:
+            raise ValueError(f"--seeds must be from 1 to {MAX_SEEDS}, got {self.seeds}")
+        for speed in self.speeds:
+            if not 0 < speed <= MAX_SPEED:
+                raise ValueError(f"--speed must be above 0 and at most {MAX_SPEED:g}, got {speed:g}")
         if self.process not in PROCESSES:
             raise ValueError(f"--arrivals: unknown {self.process!r}; known: {', '.join(PROCESSES)}")
-        for speedup in self.speedups:
-            if not 0 < speedup < float("inf"):
-                raise ValueError(f"--speedup must be positive, got {speedup}")
+        if self.outputs not in OUTPUTS:
+            raise ValueError(f"--outputs: unknown {self.outputs!r}; known: {', '.join(OUTPUTS)}")
+        if self.warm_up is not None and not 0 <= self.warm_up < 1:
+            raise ValueError(f"--warm-up must be from 0 to below 1, or fill, got {self.warm_up}")
+        if len(self.runs) > MAX_RUNS:
+            raise ValueError(f"{len(self.runs)} runs; at most {MAX_RUNS} are made")
         for variant in self.variants:
             make_policy(variant.policy, variant.options)
+        for source in self.sources:
+            self._check_blocks(source)
+
+    def _check_blocks(self, source: Source) -> None:
+        for fleet in self.fleets:
+            try:
+                Cut(source.block_tokens, fleet.setting_for(source).block_tokens)
+            except ValueError as error:
+                raise ValueError(f"--block-size: {source.name}: {error}") from None
 
     @property
     def runs(self) -> list[Run]:
-        """All of them, the runs of one seed and speedup together."""
+        """All of them, those of the same requests together."""
         return [
-            Run(variant, speedup, seed)
-            for speedup in self.speedups
+            Run(source, fleet, speed, seed, variant)
+            for source in range(len(self.sources))
+            for fleet in range(len(self.fleets))
+            for speed in self.speeds
             for seed in range(1, self.seeds + 1)
             for variant in range(len(self.variants))
         ]
 
+    @property
+    def same_for_seeds(self) -> bool:
+        """Whether another seed has other policies' chances at most."""
+        return not self.jitter_s and self.process == "trace" and not any(one.is_drawn for one in self.sources)
+
+    def name(self, run: Run) -> str:
+        """As people read it."""
+        return (
+            f"{self.variants[run.variant].policy} on {self.sources[run.source].name} x{run.speed:g}, "
+            f"{self.fleets[run.fleet].workers} workers, seed {run.seed}"
+        )
+
     def simulate(self, run: Run) -> Result:
         """Make one run."""
-        simulation = Simulation(self.setting, self.variants[run.variant].policy_for(run.seed))
-        requests = arrivals(
-            self.trace(run.seed),
-            self.setting.block_tokens,
-            run.speedup,
-            self.jitter_s,
-            run.seed,
-            self.process,
+        source, fleet = self.sources[run.source], self.fleets[run.fleet]
+        setting = fleet.setting_for(source)
+        simulation = Simulation(setting, self.variants[run.variant].policy_for(run.seed), run.seed)
+        requests = self._arriving(source, setting, run)
+        if self.outputs == "known":
+            requests = tell_lengths(requests)
+            simulation.router.lengths = KnownLengths()
+        meter = DecisionMeter(simulation.router)
+        measured = simulation.measure(requests)
+        warm_up = self._warm_up(source, setting, run, len(measured))
+        return result(measured, facts(simulation, meter), self.limits, warm_up, with_series=run.seed == 1)
+
+    def _arriving(self, source: Source, setting: Setting, run: Run) -> Iterator[Arrival]:
+        trace = source(run.seed)
+        return arriving(trace, setting.block_tokens, run.speed, self.jitter_s, run.seed, self.process)
+
+    def _warm_up(self, source: Source, setting: Setting, run: Run, requests: int) -> int:
+        if self.warm_up is None:
+            blocks = setting.workers * (setting.kv_tokens // setting.block_tokens)
+            return requests_to_fill(self._arriving(source, setting, run), blocks)
+        return int(requests * self.warm_up)
+
+
+def make_rows(comparison: Comparison, results: Mapping[Run, Result], about: Mapping[str, Any]) -> list[Row]:
+    """A row for each policy in each case; all but the first policy are paired with it."""
+    rows = []
+    for run in comparison.runs:
+        if run.seed != 1:
+            continue
+        variant, fleet = comparison.variants[run.variant], comparison.fleets[run.fleet]
+        setting = fleet.setting_for(comparison.sources[run.source])
+        mine, first = (
+            [results[replace(run, seed=seed, variant=place)] for seed in range(1, comparison.seeds + 1)]
+            for place in (run.variant, 0)
         )
-        return summarize(simulation, simulation.run(requests), self.limits)
-
-
-def compare(
-    comparison: Comparison, jobs: int = 1, done: Callable[[Run], None] | None = None
-) -> dict[Run, Result]:
-    """Make every run, in so many processes; `done` hears of each."""
-    if jobs < 1:
-        raise ValueError(f"--jobs must be at least 1, got {jobs}")
-    runs, results = comparison.runs, {}
-    if jobs == 1:
-        for run in runs:
-            results[run] = comparison.simulate(run)
-            if done is not None:
-                done(run)
-        return results
-    # Spawned: a forked child would share the parent's threads' locks, if it had any.
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (comparison,)) as pool:
-        for run, result in zip(runs, pool.map(_simulate, runs), strict=True):
-            results[run] = result
-            if done is not None:
-                done(run)
-    return results
-
-
-_comparison: Comparison | None = None
-"""In a child process: what it works on."""
-
-
-def _begin(comparison: Comparison) -> None:
-    global _comparison  # noqa: PLW0603  # the way to give a pool's processes something once
-    _comparison = comparison
-
-
-def _simulate(run: Run) -> Result:
-    assert _comparison is not None
-    return _comparison.simulate(run)
-
-
-def interval(differences: Sequence[float], seed: int = 0) -> tuple[float, float] | None:
-    """95 % bootstrap interval of the mean of paired differences; None for fewer than two, or infinite."""
-    values = np.asarray(differences, dtype=np.float64)
-    if len(values) < 2 or not np.isfinite(values).all():
-        return None
-    source = np.random.default_rng(seed)
-    means = values[source.integers(0, len(values), (RESAMPLES, len(values)))].mean(axis=1)
-    low, high = np.quantile(means, (0.025, 0.975))
-    return float(low), float(high)
+        of_run = {
+            **{"policy": variant.policy, "options": dict(variant.options), "speed": run.speed},
+            **{"workers": fleet.workers, "trace": comparison.sources[run.source].name},
+            **{"source": "simulated", "warm_up": comparison.warm_up},
+            "setting": {**about, "kv_tokens": setting.kv_tokens, "block_tokens": setting.block_tokens},
+        }
+        against = (comparison.variants[0].policy, first) if run.variant else None
+        rows.append(make_row(mine, comparison.limits, of_run, against))
+    return rows

@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from kvroute.cli_present import AsJson, present
+from kvroute.cli_present import WIDTH
 
 if TYPE_CHECKING:
-    from kvroute.loadtests.plan.show import Report
+    from kvroute.loadtests.results.combine import Result
+    from kvroute.loadtests.results.rows import Row
+    from kvroute.loadtests.simulator.compare import Comparison, Run
 
 DEFAULT_PRESET = "qwen3-32b-h200-tp2"
-PLATFORM_SCALE = 1.1
-"""k of the built-in presets, as fitted to logs of real vLLM; what was measured live needs none."""
+INTERRUPTED = 130
 
 
 def simulate(
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="Policy by name; repeat to compare, the first is the baseline [default: all]."),
+        typer.Option(
+            help="Policies by name, with commas or repeated; the first is the baseline [default: all]."
+        ),
     ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option(help="Of a policy, as policy.option=value; repeat for more.")
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="An option of a policy, as policy.option=value; repeat for more."),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="JSONL: timestamp, input_length, output_length, hash_ids.")
+        list[Path] | None,
+        typer.Option(help="File of requests (Mooncake, Azure, token ids, ShareGPT); repeat for more."),
     ] = None,
+    trace_format: Annotated[
+        str, typer.Option("--format", help="Of the files: auto, mooncake, azure, token_ids or sharegpt.")
+    ] = "auto",
+    bad_lines: Annotated[
+        str, typer.Option(help="A line that does not fit: stop, or skip and count.")
+    ] = "stop",
     workload: Annotated[
-        str | None, typer.Option(help="Without a trace: chat, agents, documents or mixed [default: mixed].")
+        list[str] | None,
+        typer.Option(help="Generated requests instead: chat, agents, documents, mixed [default: mixed]."),
     ] = None,
-    requests: Annotated[int, typer.Option(help="Requests of a workload.")] = 4000,
-    rate: Annotated[float, typer.Option(help="Requests per second of a workload.")] = 4.0,
-    speedup: Annotated[
-        list[float] | None, typer.Option(help="Arrivals so many times faster; repeat for more [default: 1].")
+    requests: Annotated[int | None, typer.Option(help="Requests of a workload [default: 4000].")] = None,
+    rate: Annotated[float | None, typer.Option(help="Of a workload, per second [default: 4].")] = None,
+    speed: Annotated[
+        list[str] | None,
+        typer.Option(help="Arrivals so many times faster; 1,1.5,2 or repeated [default: 1]."),
     ] = None,
     jitter: Annotated[
         str, typer.Option(help="Of a trace stamped by ticks: each request up to so much later.")
@@ -45,73 +59,158 @@ def simulate(
     ] = "trace",
     seeds: Annotated[int, typer.Option(help="Repetitions, with other jitter or another workload.")] = 3,
     preset: Annotated[
-        str, typer.Option(help="Engine speed by name, or a file of `kvroute calibrate`.")
+        str,
+        typer.Option(
+            help="Engine by name, a file of `kvroute calibrate`, or polynomial-64x16384 (Dynamo's mocker)."
+        ),
     ] = DEFAULT_PRESET,
     scale: Annotated[
         float | None,
         typer.Option(help="Every step takes so many times the preset's [default: 1.1, 1 for a file's]."),
     ] = None,
-    workers: Annotated[int, typer.Option(help="Engines.")] = 8,
+    workers: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Engines: a number, or 6P2D for prefill and decode apart; 4,8,16 compares [default: 8]."
+        ),
+    ] = None,
     kv_tokens: Annotated[
         int | None, typer.Option(help="KV room of each engine [default: the preset's].")
     ] = None,
     block_size: Annotated[
-        int | None, typer.Option(help="Tokens per cache block [default: those of the trace].")
+        int | None,
+        typer.Option(help="Tokens per cache block [default: those of the trace, or the preset's]."),
     ] = None,
     event_lag: Annotated[str, typer.Option(help="Until the index hears of stored and removed blocks.")] = "0",
+    prefill_error: Annotated[
+        float, typer.Option(help="What the router's preset makes of prefill, as a multiple of the truth.")
+    ] = 1.0,
+    decode_error: Annotated[float, typer.Option(help="The same for decode steps.")] = 1.0,
+    outputs: Annotated[
+        str, typer.Option(help="How long answers will be: learned by the router, or known to it.")
+    ] = "learned",
+    learns: Annotated[
+        bool, typer.Option("--learns", help="Let answers correct the router's speeds, as in the gateway.")
+    ] = False,
+    event_loss: Annotated[
+        float, typer.Option(help="Share of the events that the index never hears of.")
+    ] = 0.0,
+    worker_scales: Annotated[
+        str | None, typer.Option(help="How much slower each worker is, as 1,1,2; the router knows.")
+    ] = None,
+    fail: Annotated[
+        list[str] | None,
+        typer.Option(help="A worker dies, as 2@60s, or is back empty later, as 2@60s-90s; repeat for more."),
+    ] = None,
+    handoff: Annotated[
+        str | None, typer.Option(help="Link from prefill to decode workers, by name [default: ib-400g].")
+    ] = None,
     ttft_limit: Annotated[str, typer.Option(help="A good request's time to first token.")] = "2s",
     tpot_limit: Annotated[str, typer.Option(help="And its mean time per token after that.")] = "25ms",
-    jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
-    as_json: AsJson = False,
+    warm_up: Annotated[
+        str,
+        typer.Option(help="Requests not counted: the first share of them, or fill: until caches are full."),
+    ] = "0.1",
+    jobs: Annotated[int | None, typer.Option(help="Processes [default: one per core].")] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write results there, with all figures; - prints nothing else."),
+    ] = None,
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", help="Write figures there, a line per row.")
+    ] = None,
+    parquet_file: Annotated[
+        Path | None, typer.Option("--parquet", help="The same as Parquet; needs kvroute[parquet].")
+    ] = None,
 ) -> None:
     """Goodput, latency and cache hits of policies over the same requests, engines and clock simulated."""
-    from kvroute.loadtests.simulator.compare import Comparison, Run, compare
-    from kvroute.loadtests.simulator.report import make_report
-    from kvroute.loadtests.simulator.results import Limits
-    from kvroute.loadtests.simulator.setting import Setting
-    from kvroute.loadtests.simulator.sources import policies, source
-    from kvroute.policies.costs.speeds import PRESETS
+    from kvroute.loadtests.results.files import STDOUT, check_writable, write_results
+    from kvroute.loadtests.results.measured import Limits
+    from kvroute.loadtests.simulator.compare import Comparison, make_rows
+    from kvroute.loadtests.simulator.parsing import failure, link, listed, number
+    from kvroute.loadtests.simulator.sources import fleets, policies, sources
     from kvroute.policies.costs.units import parse_seconds
     from kvroute.policies.registry import PolicyError
-    from kvroute.preset_file import PresetError, load_speed
 
-    def plan() -> tuple[Report, None]:
-        requests_of = source(trace, workload, requests, rate)
-        try:
-            speed = load_speed(preset)
-            comparison = Comparison(
-                requests_of,
-                policies(policy or (), option or ()),
-                Setting(
-                    workers=workers,
-                    speed=speed,
-                    scale=(PLATFORM_SCALE if preset in PRESETS else 1.0) if scale is None else scale,
-                    kv_tokens=speed.kv_tokens if kv_tokens is None else kv_tokens,
-                    block_tokens=requests_of.block_tokens if block_size is None else block_size,
-                    event_lag_s=parse_seconds(event_lag, "--event-lag", zero_ok=True),
-                ),
-                tuple(speedup or (1.0,)),
-                seeds,
-                parse_seconds(jitter, "--jitter", zero_ok=True),
-                arrivals,
-                Limits(parse_seconds(ttft_limit, "--ttft-limit"), parse_seconds(tpot_limit, "--tpot-limit")),
-            )
-        except (PolicyError, PresetError) as error:
-            raise ValueError(str(error)) from error
-        total, done = len(comparison.runs), 0
+    try:
+        check_writable(json_file, csv_file, parquet_file)
+        given: dict[str, Any] = {
+            "scale": scale,
+            "kv_tokens": kv_tokens,
+            "event_lag_s": parse_seconds(event_lag, "--event-lag", zero_ok=True) or None,
+            "event_loss": event_loss or None,
+            "prefill_error": None if prefill_error == 1 else prefill_error,
+            "decode_error": None if decode_error == 1 else decode_error,
+            "learns": learns or None,
+            "worker_scales": worker_scales
+            and tuple(number(text, "--worker-scales") for text in listed([worker_scales])),
+            "failures": fail and tuple(map(failure, fail)),
+            "handoff": handoff and link(handoff, "--handoff"),
+        }
+        comparison = Comparison(
+            sources(trace or (), listed(workload), requests, rate, trace_format, bad_lines),
+            policies(listed(policy), set_ or ()),
+            fleets(listed(workers) or ["8"], preset, block_size, given),
+            [number(text, "--speed") for text in listed(speed)] or [1.0],
+            seeds,
+            parse_seconds(jitter, "--jitter", zero_ok=True),
+            arrivals,
+            outputs,
+            Limits(parse_seconds(ttft_limit, "--ttft-limit"), parse_seconds(tpot_limit, "--tpot-limit")),
+            None if warm_up == "fill" else number(warm_up, "--warm-up"),
+        )
+        rows = make_rows(comparison, _run(comparison, jobs), {"preset": preset})
+        write_results(rows, json_file, csv_file, parquet_file)
+    except (ValueError, PolicyError) as error:
+        _fail(str(error), 2)
+    if json_file != STDOUT:
+        _show(rows, comparison)
+
+
+def _run(comparison: Comparison, jobs: int | None) -> dict[Run, Result]:
+    """All runs, with a bar where somebody looks; ends the command when one fails or it is interrupted."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from kvroute.loadtests.simulator.processes import RunFailed, compare
+
+    total = len(comparison.runs)
+    done = 0
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=total)
 
         def tell(run: Run) -> None:
             nonlocal done
             done += 1
-            if sys.stderr.isatty():
-                name = comparison.variants[run.variant].policy
-                typer.echo(
-                    f"\r{done}/{total} {name} x{run.speedup:g} seed {run.seed}\033[K", err=True, nl=False
-                )
+            progress.update(task, advance=1, description=comparison.name(run))
 
-        results = compare(comparison, min(jobs, total) if jobs > 0 else jobs, tell)
-        if sys.stderr.isatty():
-            typer.echo("\r\033[K", err=True, nl=False)
-        return make_report(comparison, results), None
+        try:
+            return compare(comparison, min(os.cpu_count() or 1, total) if jobs is None else jobs, tell)
+        except RunFailed as error:
+            progress.stop()
+            _fail(str(error), 1)
+        except KeyboardInterrupt:
+            progress.stop()
+            _fail(f"interrupted after {done} of {total} runs; nothing was written", INTERRUPTED)
 
-    present(plan, as_json, None)
+
+def _show(rows: list[Row], comparison: Comparison) -> None:
+    from rich.console import Console
+
+    from kvroute.loadtests.results.table import print_results
+
+    # A pipe or file has no width: long lines rather than figures folded into 80 columns.
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    remarks = [remark for source in comparison.sources for remark in source.remarks]
+    if comparison.seeds > 1 and comparison.same_for_seeds:
+        remarks.append(
+            "every seed has the same requests at the same times: --jitter or --arrivals tells more"
+        )
+    print_results(rows, console, remarks)
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    typer.echo(f"kvroute: {message}", err=True)
+    raise typer.Exit(status)
