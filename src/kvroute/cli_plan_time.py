@@ -253,6 +253,7 @@ def value(
 
 
 def _trace(path: Path | None, seed: int) -> Trace:
-    from kvroute.loadtests.traces.rows import generated, read_trace
+    from kvroute.loadtests.traces.reading import read_trace
+    from kvroute.loadtests.traces.sample import generated
 
     return generated(seed) if path is None else read_trace(path)

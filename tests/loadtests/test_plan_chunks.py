@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvroute.loadtests.plan.chunks import ChunksPlan, plan_chunks
-from kvroute.loadtests.traces.rows import Row, Trace, generated
+from kvroute.loadtests.traces.rows import Row, Trace
+from kvroute.loadtests.traces.sample import generated
 from kvroute.policies.costs.chunking import Store
 from kvroute.policies.costs.links import Link
 from kvroute.policies.costs.speeds import PRESETS

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.loadtests.plan.value import Segment, ValuePlan, chosen, plan_value, segments
-from kvroute.loadtests.traces.rows import Row, Trace, generated
+from kvroute.loadtests.traces.rows import Row, Trace
+from kvroute.loadtests.traces.sample import generated
 from kvroute.policies.costs.speeds import PRESETS, Speed
 
 PLAIN = Speed(0, 0, 1.0, 0, 0, 0, 0, kv_tokens=0, kv_bytes_per_token=1000)  # a millisecond a token

@@ -1,52 +1,63 @@
-"""Traces as plans read them, and the workload that stands in for one."""
+"""Rows packed and unpacked, and the chats that stand in for a trace."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import pickle
+from random import Random
 
 import pytest
 
-from kvroute.loadtests.traces.rows import Row, generated, read_trace
-
-GOOD = '{"timestamp": 1500, "input_length": 600, "output_length": 5, "hash_ids": [7, 8], "other": 1}\n'
-
-
-def test_a_trace_is_read_in_order_of_arrival(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(GOOD + "\n" + GOOD.replace("1500", "0"))
-    trace = read_trace(path)
-    assert trace.rows == (Row(0.0, 600, 5, (7, 8)), Row(1.5, 600, 5, (7, 8)))
-    assert trace.block_tokens == 512
-    assert trace.name == "trace.jsonl"
-    assert trace.prompts[0] == (600, (7, 8))
+from kvroute.loadtests.traces.rows import Row, Rows
+from kvroute.loadtests.traces.runs import ids_of, runs_of
+from kvroute.loadtests.traces.sample import generated
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("ids", "runs"),
     [
-        ("{", r"line 2: Input data was truncated"),
-        ("[1]", r"line 2: Expected `object`, got `array`"),
-        ('{"timestamp": 1}', r"line 2: Object missing required field `input_length`"),
-        (GOOD.replace("600", "0"), r"line 2: Expected `int` >= 1 - at `\$\.input_length`"),
-        (GOOD.replace("1500", "-1"), r"line 2: Expected `float` >= 0"),
-        (GOOD.replace("[7, 8]", "[7]"), r"line 2: hash_ids: 1 for 600 tokens; 2 blocks of 512 tokens"),
-        ("[" * 200_000, r"line 2: "),
-        (" " * 2**20 + "x", r"line 2: longer than 1048576 bytes"),
+        ((), []),
+        ((4,), [4, 5]),
+        ((4, 5, 6, 9), [4, 7, 9, 10]),
+        ((3, 2, 1), [3, 4, 2, 3, 1, 2]),
+        ((-2, -1, 0), [-2, 1]),
+        ((7, 7), [7, 8, 7, 8]),
     ],
 )
-def test_a_line_that_does_not_fit_is_named(tmp_path: Path, line: str, message: str) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(GOOD + line)
-    with pytest.raises(ValueError, match=f"^--trace: .*{message}"):
-        read_trace(path)
+def test_consecutive_ids_are_one_run(ids: tuple[int, ...], runs: list[int]) -> None:
+    assert runs_of(ids) == runs
+    assert ids_of(runs) == ids
 
 
-def test_no_file_and_no_requests_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--trace: .*No such file or directory; the path of a JSONL trace"):
-        read_trace(tmp_path / "none.jsonl")
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match=r"--trace: .*no requests"):
-        read_trace(tmp_path / "empty.jsonl")
+def test_packed_rows_are_the_rows() -> None:
+    source = Random(5)
+    rows = [
+        Row(source.random(), source.randrange(1, 9000), source.randrange(1, 99), ids, session)
+        for ids in [(), (1, 2, 3), (1, 2, 9, 8), (2**62,)] * 5
+        for session in (None, "a", "b")
+    ]
+    packed = Rows(rows)
+    assert packed == tuple(rows) == packed
+    assert (packed[3], packed[-1], packed[5:9]) == (rows[3], rows[-1], tuple(rows[5:9]))
+    assert pickle.loads(pickle.dumps(packed)) == packed
+    assert packed != rows[:-1]
+    assert packed != 1
+    assert repr(packed) == "Rows(60 rows, 75 runs, 2 sessions)"
+
+
+def test_rows_are_sorted_stably_and_cut() -> None:
+    packed = Rows(Row(at_s, number, 1, (number,)) for number, at_s in enumerate((2.0, 1.0, 2.0, 1.0, 3.0), 1))
+    assert packed.sort() == 2
+    assert [row.input_tokens for row in packed] == [2, 4, 1, 3, 5]
+    packed.shift(1.0)
+    assert [row.arrival_s for row in packed] == [0.0, 0.0, 1.0, 1.0, 2.0]
+    packed.sort(keep=3)
+    assert [row.input_tokens for row in packed] == [2, 4, 1]
+
+
+def test_a_row_takes_32_bytes_and_16_for_a_run() -> None:
+    packed = Rows(Row(1.0, 640, 1, tuple(range(10 * i, 10 * i + 10))) for i in range(2000))
+    columns = [getattr(packed, name) for name in Rows.__slots__]
+    assert sum(len(memoryview(one).cast("B")) for one in columns if hasattr(one, "itemsize")) == 2000 * 48
 
 
 def test_the_generated_workload_is_the_same_for_the_same_seed_and_shares_prefixes() -> None:
