@@ -45,6 +45,7 @@ class RankedCache(BlockCache):
         self._refused: OrderedDict[int, None] = OrderedDict()
         """Idle leaves that the eviction would not have let in."""
         self._let_in: set[int] = set()
+        """What it did let in, or had room for when it came."""
         self._was_full = False
 
     def begin(self, keys: Sequence[int], hits: int, prompt_tokens: int) -> None:
@@ -102,6 +103,8 @@ class RankedCache(BlockCache):
         super().release(keys, private_blocks)
         for key in reversed(keys):
             if not self._refs[key]:
+                if not self._was_full:
+                    self._let_in.add(key)
                 self._offer(key)
 
     def clear(self) -> bool:
@@ -161,7 +164,7 @@ class RankedCache(BlockCache):
         if key in self._children or key in self._refused:
             return
         block = self._infos[key]
-        if self._was_full and key not in self._let_in and self._eviction.refuses(block, self._clock()):
+        if key not in self._let_in and self._eviction.refuses(block, self._clock()):
             self._refused[key] = None
             return
         self._let_in.add(key)

@@ -120,9 +120,9 @@ class SimulatedEngine:
         return step, outcome
 
     def _cut(self, now_s: float) -> None:
-        """A row in progress ends with its step in progress."""
+        """A row in progress ends with its step in progress, and a wait for a load at once."""
         step = self.step
-        if step is not None and step.count > 1:
+        if step is not None:
             self.scheduler.cut(step, now_s - self.started_s)
             self._set_end(self.started_s + step.duration_s)
 
