@@ -114,6 +114,8 @@ class Comparison:
         for speed in self.speeds:
             if not 0 < speed <= MAX_SPEED:
                 raise ValueError(f"--speed must be above 0 and at most {MAX_SPEED:g}, got {speed:g}")
+        if len(set(self.speeds)) < len(self.speeds):
+            raise ValueError(f"--speed: {self.speeds}: one is given more than once")
         if self.process not in PROCESSES:
             raise ValueError(f"--arrivals: unknown {self.process!r}; known: {', '.join(PROCESSES)}")
         if self.outputs not in OUTPUTS:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
+from typing import Any
+
+import msgspec
 
 from kvroute.loadtests.simulator.setting import Failure
 from kvroute.policies.costs.links import LINKS, Link
@@ -29,11 +32,14 @@ def number(text: str, option: str) -> float:
     return value
 
 
-def link(name: str, option: str) -> Link:
+def link(name: str | None, option: str) -> Link | None:
     """By its name."""
-    if name not in LINKS:
-        raise ValueError(f"{option}: unknown {name!r}; known: {', '.join(LINKS)}")
-    return LINKS[name]
+    return None if name is None else LINKS[choice(name, option, list(LINKS))]
+
+
+def scales(text: str | None) -> tuple[float, ...] | None:
+    """One for each worker."""
+    return None if text is None else tuple(number(part, "--worker-scales") for part in listed([text]))
 
 
 def failure(text: str) -> Failure:
@@ -54,3 +60,11 @@ def choice(text: str, option: str, known: Sequence[str]) -> str:
     if text not in known:
         raise ValueError(f"{option}: unknown {text!r}; known: {', '.join(known)}")
     return text
+
+
+def said(*given: Mapping[str, Any]) -> dict[str, Any]:
+    """What was not left to its default, as JSON has it."""
+    plain: dict[str, Any] = msgspec.to_builtins(
+        {name: value for part in given for name, value in part.items() if value is not None}
+    )
+    return plain

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kvroute.loadtests.simulator.compare import FleetOf, Source, Variant
+from kvroute.loadtests.simulator.memory import Memory
 from kvroute.loadtests.simulator.mini import MINI
 from kvroute.loadtests.simulator.parsing import choice
 from kvroute.loadtests.simulator.setting import Setting
@@ -42,7 +44,7 @@ class FileSource:
 
     @property
     def name(self) -> str:
-        return self.path.stem
+        return Path(self.path.name.removesuffix(".gz")).stem
 
     @property
     def is_drawn(self) -> bool:
@@ -113,9 +115,6 @@ def sources(
     files: list[Source] = [
         FileSource(path, _read(path, format, bad_lines).block_tokens, format, bad_lines) for path in traces
     ]
-    names = [source.name for source in files]
-    if len(set(names)) < len(names):
-        raise ValueError("--trace: two files of one name; results tell traces apart by their names")
     made = GeneratedSource("mixed") if requests is None else GeneratedSource("mixed", requests)
     made = made if per_s is None else replace(made, per_s=per_s)
     if not 1 <= made.requests <= MAX_REQUESTS:
@@ -125,17 +124,31 @@ def sources(
     for kind in workloads:
         choice(kind, "--workload", WORKLOADS)
     kinds = workloads or ([] if traces else ["mixed"])
-    return [*files, *(replace(made, kind=kind) for kind in kinds)]
+    every: list[Source] = [*files, *(replace(made, kind=kind) for kind in kinds)]
+    names = [source.name for source in every]
+    if len(set(names)) < len(names):
+        raise ValueError(f"--trace, --workload: {', '.join(names)}: a name is all that tells two apart")
+    return every
 
 
 def fleets(
-    workers: Sequence[str], preset: str, block_tokens: int | None, given: Mapping[str, Any]
+    workers: Sequence[str],
+    preset: str,
+    block_tokens: int | None = None,
+    given: Mapping[str, Any] = MappingProxyType({}),
+    memory: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[FleetOf]:
-    """A fleet for each number of workers; `given` are fields of `Setting`, None where they are the preset's.
+    """A fleet for each number of workers.
 
-    ValueError names the option.
+    `given` are fields of `Setting`, `memory` those of `Memory`, None where they are the preset's. ValueError
+    names option or field.
     """
+    if len(set(workers)) < len(workers):
+        raise ValueError(f"--workers: {', '.join(workers)}: one is given more than once")
     fields = {name: value for name, value in given.items() if value is not None}
+    of_memory = {name: value for name, value in memory.items() if value is not None}
+    if of_memory:
+        fields["memory"] = Memory(**of_memory)
     known = SETTINGS.get(preset)
     if known is not None:
         if "scale" in fields:

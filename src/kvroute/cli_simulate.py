@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PRESET = "qwen3-32b-h200-tp2"
 INTERRUPTED = 130
+MAX_JOBS = 256
 
 
 def simulate(
@@ -105,6 +106,37 @@ def simulate(
     handoff: Annotated[
         str | None, typer.Option(help="Link from prefill to decode workers, by name [default: ib-400g].")
     ] = None,
+    gpu_eviction: Annotated[
+        str | None,
+        typer.Option(help="Of the GPU's cache, by name; or the bounds belady and endless [default: lru]."),
+    ] = None,
+    cpu_tokens: Annotated[
+        int | None, typer.Option(help="KV room in each worker's CPU memory [default: 0].")
+    ] = None,
+    cpu_write: Annotated[
+        str | None, typer.Option(help="When a block goes there: through, back or selective [default: back].")
+    ] = None,
+    cpu_eviction: Annotated[str | None, typer.Option(help="What leaves it, by name [default: lru].")] = None,
+    cpu_admission: Annotated[
+        str | None, typer.Option(help="What comes in, by name [default: always].")
+    ] = None,
+    cpu_link: Annotated[
+        str | None, typer.Option(help="The way up to the GPU, by name [default: dram].")
+    ] = None,
+    disk_tokens: Annotated[
+        int | None, typer.Option(help="KV room on each worker's disk [default: 0].")
+    ] = None,
+    tier_news: Annotated[
+        str | None,
+        typer.Option(help="What the router knows of tiers: events, size or none [default: events]."),
+    ] = None,
+    peer_link: Annotated[
+        str | None, typer.Option(help="The way out of each worker for KV that others pull [default: none].")
+    ] = None,
+    pull_from: Annotated[
+        str | None,
+        typer.Option(help="What workers give to others: cpu (all below the GPU), or any [default: cpu]."),
+    ] = None,
     ttft_limit: Annotated[str, typer.Option(help="A good request's time to first token.")] = "2s",
     tpot_limit: Annotated[str, typer.Option(help="And its mean time per token after that.")] = "25ms",
     warm_up: Annotated[
@@ -124,17 +156,17 @@ def simulate(
     ] = None,
 ) -> None:
     """Goodput, latency and cache hits of policies over the same requests, engines and clock simulated."""
-    from kvroute.loadtests.results.files import STDOUT, check_writable, write_results
+    from kvroute.loadtests.results.files import STDOUT, ResultsError, check_writable, write_results
     from kvroute.loadtests.results.measured import Limits
     from kvroute.loadtests.simulator.compare import Comparison, make_rows
-    from kvroute.loadtests.simulator.parsing import failure, link, listed, number
+    from kvroute.loadtests.simulator.parsing import failure, link, listed, number, said, scales
     from kvroute.loadtests.simulator.sources import fleets, policies, sources
     from kvroute.policies.costs.units import parse_seconds
     from kvroute.policies.registry import PolicyError
 
     try:
         check_writable(json_file, csv_file, parquet_file)
-        given: dict[str, Any] = {
+        given = {
             "scale": scale,
             "kv_tokens": kv_tokens,
             "event_lag_s": parse_seconds(event_lag, "--event-lag", zero_ok=True) or None,
@@ -142,15 +174,26 @@ def simulate(
             "prefill_error": None if prefill_error == 1 else prefill_error,
             "decode_error": None if decode_error == 1 else decode_error,
             "learns": learns or None,
-            "worker_scales": worker_scales
-            and tuple(number(text, "--worker-scales") for text in listed([worker_scales])),
-            "failures": fail and tuple(map(failure, fail)),
-            "handoff": handoff and link(handoff, "--handoff"),
+            "worker_scales": scales(worker_scales),
+            "failures": tuple(map(failure, fail)) if fail else None,
+            "handoff": link(handoff, "--handoff"),
+        }
+        memory = {
+            "gpu_eviction": gpu_eviction,
+            "cpu_tokens": cpu_tokens,
+            "cpu_write": cpu_write,
+            "cpu_eviction": cpu_eviction,
+            "cpu_admission": cpu_admission,
+            "cpu_link": link(cpu_link, "--cpu-link"),
+            "disk_tokens": disk_tokens,
+            "tier_news": tier_news,
+            "peer_link": link(peer_link, "--peer-link"),
+            "pull_from": pull_from,
         }
         comparison = Comparison(
             sources(trace or (), listed(workload), requests, rate, trace_format, bad_lines),
             policies(listed(policy), set_ or ()),
-            fleets(listed(workers) or ["8"], preset, block_size, given),
+            fleets(listed(workers) or ["8"], preset, block_size, given, memory),
             [number(text, "--speed") for text in listed(speed)] or [1.0],
             seeds,
             parse_seconds(jitter, "--jitter", zero_ok=True),
@@ -159,15 +202,21 @@ def simulate(
             Limits(parse_seconds(ttft_limit, "--ttft-limit"), parse_seconds(tpot_limit, "--tpot-limit")),
             None if warm_up == "fill" else number(warm_up, "--warm-up"),
         )
-        rows = make_rows(comparison, _run(comparison, jobs), {"preset": preset})
-        write_results(rows, json_file, csv_file, parquet_file)
+        if jobs is not None and not 1 <= jobs <= MAX_JOBS:
+            raise ValueError(f"--jobs must be from 1 to {MAX_JOBS}, got {jobs}")
     except (ValueError, PolicyError) as error:
         _fail(str(error), 2)
+    results = _run(comparison, min(jobs or os.cpu_count() or 1, len(comparison.runs)))
+    rows = make_rows(comparison, results, {"preset": preset, **said(given, memory)})
+    try:
+        write_results(rows, json_file, csv_file, parquet_file)
+    except ResultsError as error:
+        _fail(str(error), 1)
     if json_file != STDOUT:
         _show(rows, comparison)
 
 
-def _run(comparison: Comparison, jobs: int | None) -> dict[Run, Result]:
+def _run(comparison: Comparison, jobs: int) -> dict[Run, Result]:
     """All runs, with a bar where somebody looks; ends the command when one fails or it is interrupted."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -187,7 +236,7 @@ def _run(comparison: Comparison, jobs: int | None) -> dict[Run, Result]:
             progress.update(task, advance=1, description=comparison.name(run))
 
         try:
-            return compare(comparison, min(os.cpu_count() or 1, total) if jobs is None else jobs, tell)
+            return compare(comparison, jobs, tell)
         except RunFailed as error:
             progress.stop()
             _fail(str(error), 1)
