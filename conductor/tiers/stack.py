@@ -64,6 +64,10 @@ class TierStack:
                 left = [key for key in left if key not in tier]
         return seconds
 
+    def below_first(self, keys: Sequence[int]) -> int:
+        """How many of the blocks that `match` counted are not in the first tier."""
+        return sum([key not in self.tiers[0] for key in keys])
+
     def computed(self, keys: Sequence[int], start: int, prompt_blocks: int) -> None:
         """Blocks `start` to the end of a chain are in the GPU now, computed or loaded."""
         now_s = self._clock()

@@ -108,7 +108,7 @@ class Scheduler:
         return step
 
     def cut(self, step: Step, elapsed_s: float) -> None:
-        """End a row with the step that runs `elapsed_s` after its beginning, and one that only waits at once."""
+        """End a row with the step that runs `elapsed_s` after its beginning; one that only waits, now."""
         if not step.prefills and not step.decodes:
             step.duration_s = min(step.duration_s, elapsed_s)
         if step.count == 1:
@@ -332,6 +332,9 @@ class Scheduler:
             self.totals.cached_tokens += hits * self._block_tokens
             self.totals.loaded_tokens += loads * self._block_tokens
             sequence.loaded_tokens = loads * self._block_tokens
+            if below is not None and loads and len(below.tiers) > 1:
+                deeper = below.below_first(usable[hits : hits + loads])
+                sequence.disk_tokens = deeper * self._block_tokens
             self.cache.begin(sequence.keys, hits, sequence.prompt_tokens)
         if below is not None:
             below.read(usable[: hits + loads])

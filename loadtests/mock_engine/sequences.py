@@ -39,7 +39,8 @@ class Sequence:
     cached_tokens: int | None = None
     """Prompt tokens found in the GPU or below it at first admission; None before."""
     loaded_tokens: int = 0
-    """Of those, found below it."""
+    """Of those, found below it; and of these, below the first tier."""
+    disk_tokens: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
     resident_blocks: int = 0

@@ -61,6 +61,16 @@ class Memory:
             )
 
     @property
+    def knows_future(self) -> bool:
+        """Whether all arrivals have to be known before the first."""
+        return self.gpu_eviction == "belady"
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all engines hold what one of them does."""
+        return self.gpu_eviction == "endless"
+
+    @property
     def lower_tokens(self) -> int:
         """Room below the GPU."""
         return self.cpu_tokens + self.disk_tokens

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from kvroute.loadtests.results.measured import Measured
+from kvroute.loadtests.simulator.peers import Pulled
 from kvroute.loadtests.simulator.router import Ask, Placement
 from kvroute.loadtests.traces.arrivals import Arrival
 
@@ -90,6 +91,8 @@ class Attempt(Struct, eq=False):
     """Workers that failed it before."""
     life: int = 0
     """Of its prefill worker, when it was sent there."""
+    pulled: Pulled | None = None
+    """What comes, or came, from a peer for it."""
     is_over: bool = False
     """It has ended, or failed: what was still to come of it does not."""
     since: int = 0

@@ -7,10 +7,11 @@ from math import isfinite
 
 from kvroute.loadtests.mock_engine.scheduler import Scheduler
 from kvroute.loadtests.mock_engine.steps import StepTimes
+from kvroute.loadtests.simulator.memory import BOUNDS, Memory
 from kvroute.policies.costs.links import LINKS, Link
 from kvroute.policies.costs.pace import Pace
 from kvroute.policies.costs.speeds import PRESETS, Speed
-from kvroute.types import Role
+from kvroute.types import Role, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class Setting:
     """Of each engine, in place of `speed`; empty: all alike."""
     kv_tokens: int = 750_000
     """KV room of each engine."""
+    memory: Memory = Memory()  # noqa: RUF009  # frozen
+    """What the engines make of that room, and what they have below and beside it."""
     block_tokens: int = 512
     max_batched_tokens: int = 8192
     max_sequences: int = 256
@@ -108,6 +111,9 @@ class Setting:
                 f"kv_tokens must hold a block of {self.block_tokens} tokens at least, got {self.kv_tokens}"
             )
         self._check_workers()
+        memory = self.memory
+        if self.split is not None and (memory.gpu_eviction in BOUNDS or memory.peer_link is not None):
+            raise ValueError("memory: no bound and no peer link where prefill and decode are apart")
 
     def _check_workers(self) -> None:
         for name in ("worker_scales", "worker_speeds"):
@@ -151,7 +157,8 @@ class Setting:
             decode_sequence_ms=speed.decode_sequence_ms * self.decode_error,
             decode_context_ms=speed.decode_context_ms * self.decode_error,
         )
-        return Pace(known, scale, scale, self.request_overhead_s, self.kv_tokens)
+        links = {Tier.CPU: self.memory.cpu_link, Tier.DISK: self.memory.disk_link}
+        return Pace(known, scale, scale, self.request_overhead_s, self.kv_tokens, links=links)
 
     def _speed(self, worker: int) -> tuple[Speed, float]:
         """Preset, and k."""

@@ -17,9 +17,8 @@ from kvroute.conductor.tiers.tier import Tier
 from kvroute.loadtests.mock_engine.block_cache import BlockCache
 from kvroute.loadtests.simulator.bounds import ClairvoyantCache, EndlessCache, Future
 from kvroute.loadtests.simulator.caches import Conversations, RankedCache
-from kvroute.loadtests.simulator.memory import Memory
+from kvroute.loadtests.simulator.setting import Setting
 from kvroute.policies.costs.links import Link as PricedLink
-from kvroute.policies.costs.speeds import Speed
 
 GHOSTS = 2**18
 """Keys whose reuse the hazard index of a fleet remembers."""
@@ -29,25 +28,19 @@ _TIERS = {"CPU": CPU, "DISK": DISK}
 class FleetMemory:
     """Makes every engine's cache and tiers; knows what the caches of a fleet have in common."""
 
-    def __init__(
-        self, memory: Memory, speed: Speed, scale: float, kv_tokens: int, block_tokens: int, clock: Clock
-    ) -> None:
-        self.memory = memory
-        self._capacity_blocks = kv_tokens // block_tokens
+    def __init__(self, setting: Setting, clock: Clock) -> None:
+        block_tokens, speed = setting.block_tokens, setting.speed
+        self.memory = setting.memory
+        self.block_bytes = speed.kv_bytes_per_token * block_tokens
+        self._capacity_blocks = setting.kv_tokens // block_tokens
         self._block_tokens = block_tokens
         self._clock = clock
-        self._model = BlockModel(
-            speed.kv_bytes_per_token * block_tokens, lambda depth: scale * speed.block_s(depth, block_tokens)
-        )
+        calibrated = speed.calibrated(setting.scale, 0.0)
+        self._model = BlockModel(self.block_bytes, lambda depth: calibrated.block_s(depth, block_tokens))
         self._future = Future()
         self._everywhere: set[int] = set()
         self._table = HazardTable(GHOSTS)
         self._conversations = Conversations()
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether all engines hold what one of them does."""
-        return self.memory.gpu_eviction == "endless"
 
     @property
     def silent_tier_blocks(self) -> int:
@@ -56,7 +49,7 @@ class FleetMemory:
 
     def foretell(self, prompts: Iterable[tuple[float, Sequence[int]]]) -> None:
         """What will arrive, for the cache that knows: seconds, and keys of full blocks."""
-        if self.memory.gpu_eviction == "belady":
+        if self.memory.knows_future:
             self._future.foretell(prompts)
 
     def cache(self) -> BlockCache:
@@ -112,12 +105,16 @@ class PulledTiers(TierStack):
         self._pulled.update(keys)
 
     def let_go(self, keys: Sequence[int]) -> None:
-        """The request that they were pulled for has them, or is over."""
+        """The request that they were pulled for has them, or is over; no matter whether they are here."""
         for key in keys:
             if self._pulled[key] > 1:
                 self._pulled[key] -= 1
             else:
                 del self._pulled[key]
+
+    def clear(self) -> None:
+        super().clear()
+        self._pulled.clear()
 
     def match(self, keys: Sequence[int]) -> int:
         if not self._pulled:

@@ -14,6 +14,7 @@ from kvroute.loadtests.mock_engine.sequences import Sequence
 from kvroute.loadtests.simulator.bounds import Future
 from kvroute.loadtests.simulator.caches import Conversations
 from kvroute.loadtests.simulator.memory import BOUNDS, Memory
+from kvroute.loadtests.simulator.setting import Setting
 from kvroute.loadtests.simulator.tiers import FleetMemory
 from kvroute.policies.costs.speeds import PRESETS
 
@@ -27,7 +28,8 @@ class Bench:
 
     def __init__(self, rule: str, blocks: int, engines: int = 1) -> None:
         self.now_s = 0.0
-        self.fleet = FleetMemory(Memory(rule), SPEED, 1.0, blocks * BLOCK, BLOCK, lambda: self.now_s)
+        setting = Setting(scale=1.0, kv_tokens=blocks * BLOCK, block_tokens=BLOCK, memory=Memory(rule))
+        self.fleet = FleetMemory(setting, lambda: self.now_s)
         self.engines = [Scheduler(self.fleet.cache(), SPEED, BLOCK) for _ in range(engines)]
 
     @property
