@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from kvroute.loadtests.results.measured import Measured
 from kvroute.loadtests.simulator.peers import Pulled
-from kvroute.loadtests.simulator.router import Ask, Placement
+from kvroute.loadtests.simulator.placing import Ask, Placement
 from kvroute.loadtests.traces.arrivals import Arrival
 
 

@@ -14,7 +14,8 @@ from msgspec.structs import replace
 
 from kvroute.clock import Clock
 from kvroute.conductor.index import PrefixIndex
-from kvroute.load import Charge, WorkerLoad
+from kvroute.load import WorkerLoad
+from kvroute.loadtests.simulator.placing import NOBODY, Answer, Ask, Learning, Placement, Served
 from kvroute.policies.base import Policy
 from kvroute.policies.costs.calibration import Calibration
 from kvroute.policies.costs.lengths import OutputLengths
@@ -23,62 +24,19 @@ from kvroute.policies.costs.pace import Pace
 from kvroute.policies.costs.rates import Rate
 from kvroute.policies.holding import HoldQueue, Ticket
 from kvroute.policies.pairing import roomiest
-from kvroute.policies.predicting import Expected, expect
+from kvroute.policies.predicting import expect
 from kvroute.types import (
     NO_MATCH,
     Candidate,
     Decision,
     Fleet,
     Hold,
-    Outcome,
     PrefixMatch,
-    PromptKeys,
-    Rejection,
-    RequestView,
     Role,
     Worker,
 )
 
 T = TypeVar("T")
-
-
-class Ask(Struct, Generic[T], frozen=True):
-    """A request as routing sees it, and whose it is."""
-
-    item: T
-    view: RequestView
-    keys: PromptKeys
-    since_s: float
-    """When it arrived."""
-
-
-class Placement(Struct, frozen=True):
-    """A decision that is already paid for: `Router.finish` or `drop` is due."""
-
-    prefill: int
-    decode: int
-    """The same worker unless prefill and decode are apart."""
-    decision: Decision
-    charge: Charge
-    """Of the prefill worker."""
-    decode_charge: Charge
-    """The same one, unless they are apart."""
-    match: PrefixMatch
-    """What the prefill worker is thought to hold of the prompt, whatever the policy made of it."""
-    expected: Expected
-    chosen_s: float
-
-    @property
-    def is_split(self) -> bool:
-        return self.prefill != self.decode
-
-
-class Served(Struct, frozen=True):
-    """What a client and an engine's usage tell of an answer that has ended."""
-
-    first_s: float
-    output_tokens: int
-    cached_tokens: int
 
 
 class _Members(Struct, frozen=True):
@@ -90,11 +48,6 @@ class _Members(Struct, frozen=True):
     paces: Sequence[Pace]
     ids: Sequence[str]
     prefillers: int
-
-
-Answer = Placement | Rejection
-NOBODY = Rejection("no_worker")
-"""No policy was asked: there is no worker that could take it."""
 
 
 class Router(Generic[T]):
@@ -136,10 +89,7 @@ class Router(Generic[T]):
         self._predicts = predicts
         self._arrivals = Rate()
         self._queue: HoldQueue[Ask[T]] = HoldQueue(hold_limit)
-        self._calibration = calibration
-        if calibration is not None:
-            for worker, pace in zip(workers, paces, strict=True):
-                calibration.start(worker.id, pace, pace.speed)
+        self._learning = None if calibration is None else Learning(calibration, workers, paces)
 
     @property
     def held(self) -> int:
@@ -185,20 +135,8 @@ class Router(Generic[T]):
         now_s = self._clock()
         placement.charge.first_byte(now_s)
         placement.charge.release(now_s)
-        prediction = placement.expected.prefill
-        if self._calibration is not None and prediction is not None:
-            outcome = Outcome(
-                self.workers[placement.prefill],
-                200,
-                ttft_s=now_s - placement.chosen_s,
-                e2e_s=now_s - placement.chosen_s,
-                prompt_tokens=ask.view.prompt_tokens,
-                cached_tokens=cached_tokens,
-                completion_tokens=1,
-                matched_tokens=placement.decision.matched_tokens,
-                prediction=prediction,
-            )
-            self._learn(placement.prefill, placement, outcome, prediction.is_plain)
+        if self._learning is not None:
+            self._learning.prefilled(ask, placement, cached_tokens, now_s)
 
     def drop(self, placement: Placement) -> None:
         """It has failed."""
@@ -210,37 +148,8 @@ class Router(Generic[T]):
         now_s = self._clock()
         self.drop(placement)
         self.lengths.observe(ask.view.model, ask.view.tenant, served.output_tokens)
-        if self._calibration is None:
-            return
-        more = served.output_tokens - 1
-        prediction = placement.expected.prediction
-        outcome = Outcome(
-            self.workers[placement.decode],
-            200,
-            ttft_s=served.first_s - placement.chosen_s,
-            e2e_s=now_s - placement.chosen_s,
-            prompt_tokens=ask.view.prompt_tokens,
-            cached_tokens=served.cached_tokens,
-            completion_tokens=served.output_tokens,
-            matched_tokens=placement.decision.matched_tokens,
-            itl_s=(now_s - served.first_s) / more if more else None,
-            prediction=prediction,
-        )
-        self._learn(placement.decode, placement, outcome, ask.view.stream and prediction.is_plain)
-
-    def _learn(self, at: int, placement: Placement, outcome: Outcome, ttft_teaches: bool) -> None:
-        assert self._calibration is not None
-        pace, is_prefill = self.paces[at], at == placement.prefill
-        self._calibration.observe(
-            self.workers[at].id,
-            pace,
-            outcome,
-            pace.speed,
-            now_s=self._clock(),
-            charge=placement.charge if is_prefill else None,
-            match=placement.match if is_prefill else NO_MATCH,
-            streamed=ttft_teaches,
-        )
+        if self._learning is not None:
+            self._learning.finished(ask, placement, served, now_s)
 
     def choose(self, ask: Ask[T]) -> Answer:
         """An answer that is no `Hold`."""

@@ -108,7 +108,7 @@ def test_everything_ends_the_same_every_time_and_the_books_balance(policy: str) 
     for _ in range(2):
         work = arrivals(trace, 64)
         simulation, records = run(setting, make_policy(policy, {}), work)
-        assert all((record.end_s is None) == (record.rejected is not None) for record in records)
+        assert all((record.end_s is None) == (record.failure == "too_long") for record in records)
         assert all(
             record.arrival.arrival_s <= record.placed_s < record.first_s <= record.end_s
             for record in records
