@@ -8,7 +8,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 import uvloop
 
-from kvroute import __version__, cli_bench, cli_calibrate, cli_plan, cli_simulate
+from kvroute import __version__, cli_bench, cli_calibrate, cli_plan, cli_replay, cli_report, cli_simulate
 from kvroute.config import Config, ConfigError, load, show, unknown_environment
 
 app = typer.Typer(
@@ -23,6 +23,8 @@ app = typer.Typer(
 app.add_typer(cli_bench.app, name="bench")
 app.add_typer(cli_plan.app, name="plan")
 app.command()(cli_calibrate.calibrate)
+app.command()(cli_replay.replay)
+app.command()(cli_report.report)
 app.command()(cli_simulate.simulate)
 
 ConfigFile = Annotated[

@@ -1,0 +1,1 @@
+"""The requests of a trace, sent live and measured from outside."""

@@ -1,0 +1,72 @@
+"""Request bodies, made just before they are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import orjson
+
+from kvroute.loadtests.replay.answer import Request
+from kvroute.loadtests.traces.arrivals import Arrival
+from kvroute.loadtests.traces.prompts import Prompts
+
+APIS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+PROMPTS = ("ids", "text")
+_FIXED = {
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+"""`ignore_eos`, with `max_tokens` and `min_tokens`, makes answers as long as the trace's; engines that know
+none of them end where they like, which is counted.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How requests are put: which API, and prompts of token ids or of text."""
+
+    api: str = "completions"
+    prompts: str = "ids"
+
+    def __post_init__(self) -> None:
+        if self.api not in APIS:
+            raise ValueError(f"--api: unknown {self.api!r}; known: {', '.join(APIS)}")
+        if self.prompts not in PROMPTS:
+            raise ValueError(f"--prompts: unknown {self.prompts!r}; known: {', '.join(PROMPTS)}")
+        if self.api == "chat" and self.prompts == "ids":
+            raise ValueError("--prompts ids: a chat has text; give --prompts text, or --api completions")
+
+
+class Bodies:
+    """Makes the requests of one run, all of one model."""
+
+    def __init__(self, form: Form, model: str, prompts: Prompts) -> None:
+        self._path = APIS[form.api]
+        self._fixed = {"model": model, **_FIXED}
+        made: dict[str, Callable[[Arrival], object]] = {"ids": self._ids, "text": self._text}
+        self._prompt = made[form.prompts]
+        self._prompts = prompts
+        self._chat = form.api == "chat"
+
+    def request(self, arrival: Arrival, counts: bool = True) -> Request:
+        """Ready to be sent; see `Request.counts`."""
+        length, prompt = arrival.output_tokens, self._prompt(arrival)
+        body = {
+            **self._fixed,
+            **({"messages": [{"role": "user", "content": prompt}]} if self._chat else {"prompt": prompt}),
+            "max_tokens": length,
+            "min_tokens": length,
+        }
+        session = arrival.view.session_id
+        fields = b"" if session is None else b"x-session-id: %b\r\n" % session.encode()
+        tokens = arrival.view.prompt_tokens
+        return Request(arrival.arrival_s, self._path, orjson.dumps(body), fields, tokens, length, counts)
+
+    def _ids(self, arrival: Arrival) -> list[int]:
+        return self._prompts.token_ids(arrival.block_ids, arrival.view.prompt_tokens)
+
+    def _text(self, arrival: Arrival) -> str:
+        return self._prompts.text(arrival.block_ids, arrival.view.prompt_tokens)
