@@ -48,7 +48,7 @@ class Load(Struct, frozen=True):
     """Requests inside each worker over time, warm-up included."""
 
     at_s: list[float] = []
-    requests: Sequence[Sequence[float | None]] = ()
+    requests: Sequence[Sequence[float | None]] = []
     """A list per worker, as long as `at_s`."""
     workers: list[str] = []
     """Their ids; none where nobody told."""
@@ -64,7 +64,7 @@ class Gantt(Struct, frozen=True):
 
     from_s: float = 0.0
     to_s: float = 0.0
-    spans: Sequence[Span] = ()
+    spans: Sequence[Span] = []
     """Worker (its place in `Load.requests`), arrival, begin of prefill, first token, end; by arrival."""
 
 
@@ -76,7 +76,7 @@ class Series(Struct, frozen=True):
     itl_ms: Quantiles = []
     load: Load = Load()
     gantt: Gantt = Gantt()
-    predicted_ms: Sequence[tuple[float | None, float | None]] = ()
+    predicted_ms: Sequence[tuple[float | None, float | None]] = []
     """(foretold, actual) time from the choice of a worker to the first token."""
 
 

@@ -164,6 +164,7 @@ class Comparison:
         """Make one run."""
         source, fleet = self.sources[run.source], self.fleets[run.fleet]
         setting = fleet.setting_for(source)
+        warm_up = self._warm_up(source, setting, run)
         simulation = Simulation(setting, self.variants[run.variant].policy_for(run.seed), run.seed)
         requests = self._arriving(source, setting, run)
         if self.outputs == "known":
@@ -171,18 +172,17 @@ class Comparison:
             simulation.router.lengths = KnownLengths()
         meter = DecisionMeter(simulation.router)
         measured = simulation.measure(requests)
-        warm_up = self._warm_up(source, setting, run, len(measured))
         return result(measured, facts(simulation, meter), self.limits, warm_up, with_series=run.seed == 1)
 
     def _arriving(self, source: Source, setting: Setting, run: Run) -> Iterator[Arrival]:
         trace = source(run.seed)
         return arriving(trace, setting.block_tokens, run.speed, self.jitter_s, run.seed, self.process)
 
-    def _warm_up(self, source: Source, setting: Setting, run: Run, requests: int) -> int:
+    def _warm_up(self, source: Source, setting: Setting, run: Run) -> int:
         if self.warm_up is None:
             blocks = setting.workers * (setting.kv_tokens // setting.block_tokens)
             return requests_to_fill(self._arriving(source, setting, run), blocks)
-        return int(requests * self.warm_up)
+        return int(len(source(run.seed).rows) * self.warm_up)
 
 
 def make_rows(comparison: Comparison, results: Mapping[Run, Result], about: Mapping[str, Any]) -> list[Row]:
