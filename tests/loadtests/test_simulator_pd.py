@@ -1,0 +1,227 @@
+"""Prefill and decode on different workers: what travels, when, and what it waits for."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+
+from kvroute.conductor.index import Holder
+from kvroute.loadtests.mock_engine.block_cache import BlockCache
+from kvroute.loadtests.mock_engine.scheduler import Scheduler
+from kvroute.loadtests.mock_engine.sequences import Phase, Sequence
+from kvroute.loadtests.simulator.requests import Record
+from kvroute.loadtests.simulator.setting import Setting
+from kvroute.loadtests.simulator.simulation import Simulation
+from kvroute.loadtests.traces.arrivals import Arrival, arrivals
+from kvroute.loadtests.traces.rows import Row, Trace
+from kvroute.loadtests.traces.workloads import generate
+from kvroute.policies.base import Policy
+from kvroute.policies.costs.links import Link
+from kvroute.policies.costs.speeds import PRESETS
+from kvroute.policies.registry import make_policy, policy_names
+from kvroute.types import Decision, Fleet, RequestView, Role
+
+SPEED = PRESETS["qwen3-32b-h200-tp2"]
+BLOCK_BYTES = 512 * 262_144
+LINK = Link(bytes_per_s=1e10, latency_s=0.002)
+BLOCK_S = BLOCK_BYTES / 1e10
+"""13.4 ms"""
+PAIR = Setting(split=(1, 1), scale=1.0, kv_tokens=100_000, handoff=LINK)
+
+
+def requests(*rows: tuple[float, int, int, tuple[int, ...]]) -> list[Arrival]:
+    return arrivals(Trace("test", 512, tuple(Row(*row) for row in rows)), 512)
+
+
+def run(setting: Setting, policy: Policy, work: list[Arrival]) -> tuple[Simulation, list[Record]]:
+    simulation = Simulation(setting, policy)
+    records = simulation.run(work)
+    simulation.check_integrity()
+    return simulation, records
+
+
+class Seen:
+    """Takes the first that may prefill, and notes what it was shown."""
+
+    needs_prefix: ClassVar[bool] = True
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        pass
+
+    def __init__(self) -> None:
+        self.fleets: list[Fleet] = []
+
+    def decide(self, request: RequestView, fleet: Fleet) -> Decision:
+        self.fleets.append(fleet)
+        return Decision.whole(fleet.workers[0], "first")
+
+
+def prefill_ms(tokens: int, cached: int = 0) -> float:
+    return 7.90 + 0.04536 * tokens + 1.72e-6 * tokens * (cached + tokens / 2)
+
+
+def decode_ms(*contexts: int) -> float:
+    return 10.80 + 0.0233 * len(contexts) + 3.01e-5 * sum(contexts)
+
+
+def test_one_request_worked_by_hand() -> None:
+    """1000 tokens are two blocks; the decode worker computes the last token again, over 999."""
+    simulation, (one,) = run(PAIR, Seen(), requests((1.0, 1000, 3, (1, 2))))
+    there_s = 1.0 + prefill_ms(1000) / 1e3 + 2 * BLOCK_S + 0.002
+    first_s = there_s + decode_ms(999) / 1e3
+    end_s = first_s + (decode_ms(1000) + decode_ms(1001)) / 1e3
+    assert (one.start_s, one.first_s, one.end_s) == pytest.approx((1.0, first_s, end_s), abs=1e-9)
+    assert one.longest_gap_s == pytest.approx(decode_ms(1001) / 1e3)
+    assert (one.prefill, one.worker) == (0, 1)
+    measured = one.measured(simulation.names)
+    assert (measured.prefill_worker, measured.worker) == ("w0", "w1")
+    assert simulation.fleet.handoffs.moved_bytes == [0, 2 * BLOCK_BYTES]
+
+
+def test_what_the_decode_worker_holds_does_not_travel() -> None:
+    """1100 tokens of which it has the first block: two of three travel, the last, partial one among them."""
+    simulation, (_, two) = run(PAIR, Seen(), requests((0.0, 600, 2, (1, 2)), (5.0, 1100, 1, (1, 3, 4))))
+    assert simulation.fleet.handoffs.moved_bytes == [0, (2 + 2) * BLOCK_BYTES]
+    there_s = 5.0 + prefill_ms(588, 512) / 1e3 + 2 * BLOCK_S + 0.002
+    assert two.first_s == pytest.approx(there_s + decode_ms(1099) / 1e3, abs=1e-9)
+    assert two.gpu_tokens == 512
+
+
+def test_transfers_queue_on_the_way_out_and_on_the_way_in() -> None:
+    """Two prompts of one step leave together; the second's KV comes after the first's."""
+    work = requests((0.0, 512, 1, (1,)), (0.0, 512, 1, (2,)))
+    both_ms = 7.90 + 0.04536 * 1024 + 2 * 1.72e-6 * 512 * 256
+    _, out = run(PAIR, Seen(), work)
+    there_s = both_ms / 1e3 + BLOCK_S + 0.002
+    step_s = decode_ms(511) / 1e3
+    assert out[0].first_s == pytest.approx(there_s + step_s)
+    # The second comes while the first's only step runs: 13.4 ms later, a step being 10.8.
+    assert out[1].first_s == pytest.approx(there_s + BLOCK_S + step_s)
+    two_by_one = Setting(split=(2, 1), scale=1.0, kv_tokens=100_000, handoff=LINK)
+    _, into = run(two_by_one, make_policy("round_robin", {}), work)
+    alone_s = prefill_ms(512) / 1e3 + BLOCK_S + 0.002
+    assert into[0].first_s == pytest.approx(alone_s + step_s)
+    assert into[1].first_s == pytest.approx(alone_s + BLOCK_S + step_s)
+
+
+def test_kv_does_not_travel_before_there_is_room() -> None:
+    """Four blocks: the first request takes three and a fourth, the second's three come when it has ended."""
+    small = Setting(split=(1, 1), scale=1.0, kv_tokens=2048, handoff=LINK)
+    _, (one, two) = run(small, Seen(), requests((0.0, 1500, 100, (1, 2)), (0.1, 1500, 2, (3, 4))))
+    assert one.end_s is not None
+    assert two.first_s == pytest.approx(one.end_s + 3 * BLOCK_S + 0.002 + decode_ms(1499) / 1e3, abs=1e-9)
+
+
+def test_overhead_comes_before_each_engine() -> None:
+    work = requests((0.0, 1000, 3, (1, 2)))
+    slow = Setting(split=(1, 1), scale=1.0, kv_tokens=100_000, handoff=LINK, request_overhead_s=0.015)
+    (plain,), (late,) = run(PAIR, Seen(), work)[1], run(slow, Seen(), work)[1]
+    assert plain.first_s is not None
+    assert late.first_s == pytest.approx(plain.first_s + 2 * 0.015)
+
+
+def test_what_is_preempted_is_computed_where_it_decodes() -> None:
+    """Two of 1000 tokens fit into five blocks until they have grown: the later one loses its KV."""
+    tight = Setting(split=(1, 1), scale=1.0, kv_tokens=5 * 512, handoff=LINK)
+    work = requests((0.0, 1000, 400, (1, 2)), (0.0, 1000, 400, (3, 4)))
+    simulation, (one, two) = run(tight, Seen(), work)
+    prefill, decode = (engine.scheduler.totals for engine in simulation.engines)
+    assert (prefill.preemptions, decode.preemptions) == (0, 1)
+    assert prefill.prefill_tokens == 2000
+    assert decode.prefill_tokens > 0
+    assert one.end_s is not None
+    assert two.end_s is not None
+    # Its longest gap is from its last token to the first after the other one has ended.
+    assert one.longest_gap_s < 0.02
+    assert two.longest_gap_s > one.end_s - 2.0
+    assert simulation.fleet.handoffs.moved_bytes == [0, 4 * BLOCK_BYTES]
+
+
+def test_a_policy_that_chooses_no_pairs_is_shown_the_prefill_workers() -> None:
+    policy = Seen()
+    setting = Setting(split=(2, 3), scale=1.0, kv_tokens=100_000, handoff=LINK)
+    work = requests(*[(0.001 * i, 1000, 400, (2 * i, 2 * i + 1)) for i in range(6)])
+    _, records = run(setting, policy, work)
+    for fleet in policy.fleets:
+        assert [worker.role for worker in fleet.workers] == [Role.PREFILL] * 2
+        assert fleet.pd_link is None
+        assert len(fleet.matches) == len(fleet.loads) == len(fleet.paces) == len(fleet.held_blocks) == 2
+    # Equal prompts go round the decode workers, by the KV tokens promised.
+    assert [record.worker for record in records] == [2, 3, 4, 2, 3, 4]
+
+
+def test_books_of_both_workers() -> None:
+    simulation = Simulation(PAIR, Seen())
+    seen = []
+    loads = simulation.router.loads
+
+    def look(_: object) -> None:
+        seen.append([(load.requests, load.prefilling, round(load.kv_tokens)) for load in loads])
+
+    simulation.fleet.handoffs.send = lambda *_: look(None) or 9.0  # type: ignore[method-assign, func-returns-value]
+    simulation._loop.at(0.01, look, None)
+    simulation.run(requests((0.0, 1000, 3, (1, 2))))
+    look(None)
+    # While it is prefilled, when its KV begins to travel, and at the end.
+    assert seen == [[(1, 1, 1001), (1, 0, 1300)], [(0, 0, 0), (1, 0, 1300)], [(0, 0, 0), (0, 0, 0)]]
+    assert loads[0].prefilled_s > 0
+    assert loads[1].prefilled_s == 0
+
+
+def test_ttft_is_predicted_over_both_workers() -> None:
+    _, (one,) = run(PAIR, make_policy("ttft", {}), requests((1.0, 1000, 3, (1, 2))))
+    assert one.first_s is not None
+    assert one.predicted_ttft_s == pytest.approx(one.first_s - 1.0, rel=0.05)
+
+
+def test_pairs_are_chosen_by_what_is_cached_and_by_room() -> None:
+    """The prefix lies with the second prefill worker; the first decode worker has no room left."""
+    setting = Setting(split=(2, 2), scale=1.0, kv_tokens=20_000, handoff=LINK)
+    policy = make_policy("ttft", {})
+    simulation = Simulation(setting, policy)
+    loads = simulation.router.loads
+    loads[0].charge(0.0, prefill_s=0.5, prompt_tokens=9000, uncached_tokens=9000)
+    simulation._loop.at(
+        2.0, lambda: loads[2].charge(2.0, prompt_tokens=19_000, output_tokens=500.0).first_byte(2.0)
+    )
+    one, two = simulation.run(requests((1.0, 2048, 3, (1, 2, 3, 4)), (9.0, 3000, 3, (1, 2, 3, 4, 5))))
+    assert (one.prefill, two.prefill, two.gpu_tokens) == (1, 1, 2048)
+    assert two.worker == 3
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_everything_ends_and_the_index_knows_both_kinds(name: str) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    setting = Setting(split=(2, 2), kv_tokens=60_000, block_tokens=64)
+    work = arrivals(generate("mixed", 60, 4.0, seed), 64)
+    simulation, records = run(setting, make_policy(name, {}), work)
+    for record in records:
+        if record.failure is None and record.rejected is None:
+            assert record.prefill < 2 <= record.worker
+            assert record.placed_s is not None
+            assert record.start_s is not None
+            assert record.first_s is not None
+            assert record.end_s is not None
+            assert record.placed_s <= record.start_s < record.first_s <= record.end_s
+    for number, engine in enumerate(simulation.engines):
+        slot = simulation.index.slot(Holder(f"w{number}"))
+        told = {key for _, _, _, key, _ in simulation.index.blocks.export(slot)}
+        assert told == set(engine.scheduler.cache.keys())
+    assert sum(record.failure is None for record in records) > 50
+
+
+def test_a_remote_sequence_may_be_broken_off_on_its_way() -> None:
+    scheduler = Scheduler(BlockCache(10), SPEED, 16)
+    sequence = Sequence("a", 40, 5, [1, 2], remote=True)
+    scheduler.add(sequence)
+    assert scheduler.step() is None
+    assert scheduler.take_fetches() == [sequence]
+    assert (sequence.phase, scheduler.running, scheduler.cache.free_blocks) == (Phase.RECEIVING, 1, 7)
+    scheduler.abort(sequence)
+    assert (scheduler.running, scheduler.cache.free_blocks) == (0, 10)
+    scheduler.check_integrity()
