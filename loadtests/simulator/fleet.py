@@ -7,7 +7,6 @@ from random import Random
 from typing import Protocol
 
 from kvroute.conductor.index import Holder, PrefixIndex
-from kvroute.loadtests.mock_engine.block_cache import BlockCache
 from kvroute.loadtests.mock_engine.sequences import Phase
 from kvroute.loadtests.mock_engine.sequences import Sequence as EngineSequence
 from kvroute.loadtests.mock_engine.steps import Step
@@ -15,8 +14,10 @@ from kvroute.loadtests.simulator.engine import SimulatedEngine
 from kvroute.loadtests.simulator.handoff import Handoffs
 from kvroute.loadtests.simulator.index_feed import IndexFeed
 from kvroute.loadtests.simulator.loop import EventLoop
+from kvroute.loadtests.simulator.peers import PeerPulls, tokens_by_place
 from kvroute.loadtests.simulator.requests import Attempt
 from kvroute.loadtests.simulator.setting import Setting
+from kvroute.loadtests.simulator.tiers import FleetMemory
 from kvroute.loadtests.traces.arrivals import Arrival
 from kvroute.policies.costs.links import Handoff
 
@@ -64,14 +65,23 @@ class EngineFleet:
         self._loop = loop
         self._listener = listener
         holders = [Holder(name) for name in names]
+        self.memory = FleetMemory(setting, loop.clock)
         for holder in holders:
-            index.add_holder(holder, setting.block_tokens)
+            index.add_holder(holder, setting.block_tokens, self.memory.silent_tier_blocks)
         self.feed = IndexFeed(
-            index, holders, setting.event_lag_s, setting.event_loss, Random(seed), loop.after
+            index,
+            holders,
+            setting.event_lag_s,
+            setting.event_loss,
+            Random(seed),
+            loop.after,
+            tells_tiers=setting.memory.tier_news == "events",
+            is_shared=setting.memory.is_shared,
         )
         self.engines = [self._engine(number) for number in range(setting.workers)]
         handoff = Handoff(setting.handoff, setting.speed.kv_bytes_per_token, setting.block_tokens)
         self.handoffs = Handoffs(handoff, setting.workers)
+        self.pulls = PeerPulls(setting.memory, names, self.engines, self.memory.block_bytes)
         self._next_output_key = OUTPUT_KEYS
 
     def check_integrity(self) -> None:
@@ -84,16 +94,27 @@ class EngineFleet:
     def _engine(self, number: int) -> SimulatedEngine:
         setting = self._setting
         scheduler = setting.scheduler(
-            BlockCache(setting.kv_tokens // setting.block_tokens),
+            self.memory.cache(),
             setting.engine_times(number),
             setting.block_tokens,
             setting.max_batched_tokens,
             setting.max_sequences,
+            self.memory.tiers(),
         )
         return SimulatedEngine(scheduler, setting.in_a_row)
 
     def submit(self, attempt: Attempt) -> None:
-        """All of it, or its prefill, to the worker that was chosen for that."""
+        """All of it, or its prefill, to the worker that was chosen for that; after what it is to pull."""
+        pulled = attempt.pulled = self.pulls.begin(
+            attempt.placement, attempt.record.arrival, self._loop.now_s
+        )
+        if pulled is None:
+            self._submit(attempt)
+        else:
+            self._loop.at(pulled.at_s, self._submit, attempt)
+
+    def _submit(self, attempt: Attempt) -> None:
+        self.pulls.arrive(attempt.pulled)
         arrival, placement = attempt.record.arrival, attempt.placement
         tokens, output = arrival.view.prompt_tokens, arrival.output_tokens
         if placement.is_split:
@@ -192,7 +213,11 @@ class EngineFleet:
     def _first_token(self, worker: int, sequence: EngineSequence) -> None:
         attempt: Attempt = sequence.payload
         if worker == attempt.placement.prefill:
-            attempt.record.gpu_tokens = sequence.cached_tokens or 0
+            record = attempt.record
+            record.gpu_tokens, record.cpu_tokens, record.disk_tokens, record.peer_tokens = tokens_by_place(
+                sequence, attempt.pulled, self._setting.block_tokens
+            )
+            self.pulls.let_go(attempt.pulled)
         if worker == attempt.placement.decode:
             attempt.record.first_s = self._loop.now_s
             attempt.since = self.engines[worker].gaps.steps

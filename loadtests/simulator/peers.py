@@ -11,7 +11,7 @@ from kvroute.loadtests.mock_engine.scheduler import Scheduler
 from kvroute.loadtests.mock_engine.sequences import Sequence as EngineSequence
 from kvroute.loadtests.simulator.engine import SimulatedEngine
 from kvroute.loadtests.simulator.memory import Memory
-from kvroute.loadtests.simulator.router import Placement
+from kvroute.loadtests.simulator.placing import Placement
 from kvroute.loadtests.simulator.tiers import PulledTiers
 from kvroute.loadtests.traces.arrivals import Arrival
 from kvroute.policies.costs.links import LinkQueue
@@ -73,9 +73,9 @@ class PeerPulls:
             pulled.keys, pulled.at_s = (), now_s + limit_s
         return pulled
 
-    def arrive(self, pulled: Pulled) -> None:
+    def arrive(self, pulled: Pulled | None) -> None:
         """It is due; the request goes to its engine now."""
-        if not pulled.keys:
+        if pulled is None or not pulled.keys:
             return
         if pulled.lives != (self._engines[pulled.source].life, self._engines[pulled.target].life):
             self.results["lost"] += 1
@@ -85,8 +85,10 @@ class PeerPulls:
         pulled.is_here = True
         self._tiers(pulled).receive(pulled.keys)
 
-    def let_go(self, pulled: Pulled) -> None:
+    def let_go(self, pulled: Pulled | None) -> None:
         """The request has it, or is over; idempotent."""
+        if pulled is None:
+            return
         if pulled.is_here and pulled.lives[1] == self._engines[pulled.target].life:
             self._tiers(pulled).let_go(pulled.keys)
         pulled.is_here = False

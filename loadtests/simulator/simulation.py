@@ -61,6 +61,7 @@ class Simulation:
             hold_limit=setting.hold_limit,
             calibration=Calibration() if setting.learns else None,
             pd_link=None if setting.split is None else setting.handoff,
+            peer_link=setting.memory.peer_link,
         )
 
     @property
@@ -120,6 +121,9 @@ class Simulation:
         self._ended = ended
         for failure in self.setting.failures:
             self._loop.at(failure.at_s, self._fail, failure)
+        if self.setting.memory.knows_future:
+            arrivals = list(arrivals)
+            self.fleet.memory.foretell((each.arrival_s, each.keys.keys) for each in arrivals)
         self._expect_next(iter(arrivals), 0, begun)
         self._loop.run()
 
@@ -246,17 +250,20 @@ class Simulation:
             self.retries_denied += 1
             self._failed(attempt, "worker_lost")
         else:
-            attempt.is_over = True
-            self.router.drop(attempt.placement)
+            self._give_up(attempt)
             record.retries += 1
             self._answered(attempt.ask, self.router.retry(attempt.ask, tried), tried)
 
     def _failed(self, attempt: Attempt, why: str) -> None:
-        attempt.is_over = True
+        self._give_up(attempt)
         attempt.record.failure = why
-        self.router.drop(attempt.placement)
         self._leave(attempt.record)
         self.freed()
+
+    def _give_up(self, attempt: Attempt) -> None:
+        attempt.is_over = True
+        self.fleet.pulls.let_go(attempt.pulled)
+        self.router.drop(attempt.placement)
 
 
 def _nothing(record: Record) -> None:
