@@ -46,7 +46,7 @@ def hit_picture(cell: Cell, name: str) -> Picture | None:
     axes.set(xlabel="% of prompt tokens", xlim=(0, max(10.0, 1.2 * max(ends + _totals(entries)))))
     axes.grid(visible=False, axis="y")
     if shown:
-        figure.legend(loc="outside upper center", ncols=4, handlelength=1.2, columnspacing=1)
+        figure.legend(loc="outside upper center", ncols=4, frameon=False, handlelength=1.2, columnspacing=1)
     text = "Prompt tokens found in a cache, of all prompt tokens, by the tier that had them."
     return Picture(f"{name}-hits", f"Hit rate by tier: {cell.title}", text, figure, by_policy=False)
 
@@ -122,7 +122,8 @@ def prediction_picture(cell: Cell, name: str) -> Picture | None:
         # One path of dots that are round ends of lines: a tenth of the size of as many markers.
         xs = np.stack([few[:, 1], few[:, 1], np.full(len(few), np.nan)], axis=1).ravel()
         ys = np.stack([few[:, 0], few[:, 0], np.full(len(few), np.nan)], axis=1).ravel()
-        axes.plot(xs, ys, color=colour(entry.style), linewidth=3, solid_capstyle="round", alpha=0.7)
+        (dots,) = axes.plot(xs, ys, color=colour(entry.style), linewidth=3, solid_capstyle="round", alpha=0.7)
+        dots.get_path().should_simplify = False
         axes.set_title(short(entry.label), loc="left")
         axes.set(xscale="log", yscale="log", ylabel="predicted, s")
         plain_logs(axes.xaxis)

@@ -111,7 +111,7 @@ def _one_load(group: Group, name: str) -> Picture:
                 [100 * x for x in interval], [place] * 2, color=colour(style), marker="|", linewidth=1.4
             )
         if entry.row.goodput is None:
-            axes.text(0, place, "not measured", va="center")
+            axes.text(0.02, place, "not measured", va="center", transform=axes.get_yaxis_transform())
         else:
             axes.plot([100 * entry.row.goodput], [place], **line_style(style))
     axes.set_yticks(range(len(entries)), [short(entry.label, 20) for entry in entries])

@@ -99,9 +99,9 @@ def _cell_pictures(cell: Cell, name: str) -> list[Picture]:
     made = [
         *distribution_pictures(cell, name),
         hit_picture(cell, name),
-        load_picture(cell, name),
         prediction_picture(cell, name),
         *gantts,
+        load_picture(cell, name),
     ]
     return [picture for picture in made if picture is not None]
 

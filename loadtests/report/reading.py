@@ -83,7 +83,9 @@ def _knees(group: Group) -> list[str]:
     found: dict[str, list[str]] = {}
     for label in group.labels:
         at = knee(points(group, label))
-        found.setdefault("not reached" if at is None else f"{at.offered:.3g} {unit}", []).append(label)
+        where = "not reached" if at is None else f"{at.offered:.3g} {unit}"
+        lowest = at is not None and at == points(group, label)[0]
+        found.setdefault(f"at or below {where}" if lowest else where, []).append(label)
     told = "; ".join(f"{where}: {_listed(labels)}" for where, labels in found.items())
     return [f"The knee, the load of most good requests per second. {told}."]
 

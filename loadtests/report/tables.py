@@ -159,7 +159,7 @@ def _predictions(cell: Cell) -> Table:
             values = (
                 f"{100 * error.median_share:.1f}",
                 f"{error.p90_ms:.0f}",
-                f"{error.bias_ms:+.0f}",
+                _signed(error.bias_ms, Column("", "", 1, 0)),
                 f"{error.pairs}",
             )
             lines.append(Line(entry.label, entry.style, tuple(map(Value, values))))
@@ -203,7 +203,7 @@ def _difference(entry: Entry, column: Column, more_is_better: bool) -> Value:
     shown = _signed(mean, column)
     if low is None or high is None:
         return Value(shown)
-    interval = f"{_signed(low, column)} – {_signed(high, column)}"
+    interval = f"{_signed(low, column)} to {_signed(high, column)}"
     if low <= 0 <= high:
         return Value(shown, interval)
     return Value(f"{'▲' if (low > 0) == more_is_better else '▼'} {shown}", interval, strong=True)
@@ -211,7 +211,8 @@ def _difference(entry: Entry, column: Column, more_is_better: bool) -> Value:
 
 def _signed(figure: float, column: Column) -> str:
     shown = _shown(abs(figure), column)
-    return f"{'−' if figure < 0 else '+'}{shown}"
+    sign = "" if not shown.strip("0.") else "−" if figure < 0 else "+"
+    return f"{sign}{shown}"
 
 
 def facts(group: Group) -> list[tuple[str, list[str]]]:

@@ -45,13 +45,12 @@ def load_picture(cell: Cell, name: str) -> Picture | None:
         axes.set_yticks([0, len(load.requests) - 1] if len(load.requests) > 1 else [0])
         axes.grid(visible=False)
     panels[-1].set_xlabel("s since the run began")
-    figure.supylabel("worker", fontsize="medium", color=INK)
     bar = figure.colorbar(image, ax=panels, location="bottom", label="requests inside", aspect=40, pad=0.01)
     bar.outline.set_visible(False)
     return Picture(
         f"{name}-load",
         f"Load of each worker over time: {cell.title}",
-        "Requests inside each worker, brighter for more: a bright line is a worker with more than others. "
+        "A line per worker, brighter where more requests are inside: a bright one has more than the others. "
         f"One seed, all policies on one scale up to {most:.0f} requests.",
         figure,
         by_policy=False,
@@ -93,7 +92,7 @@ def gantt_picture(cell: Cell, entry: Entry, name: str) -> Picture | None:
     axes.set(xlim=(stretch.from_s, stretch.to_s), ylim=(lane - 0.5, -0.75), xlabel="s since the run began")
     axes.set_ylabel("worker")
     axes.grid(visible=False, axis="y")
-    figure.legend(loc="outside upper center", ncols=4, handlelength=1.2, columnspacing=1)
+    figure.legend(loc="outside upper center", ncols=4, frameon=False, handlelength=1.2, columnspacing=1)
     left_out = len(stretch.spans) - len(spans)
     notes = (f" {unfinished} of them did not end." if unfinished else "") + (
         f" {left_out} later ones are not drawn." if left_out else ""

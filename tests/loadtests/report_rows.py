@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -38,11 +39,16 @@ def row(
     scale = 500 * speed**2 * (1.6 - skill)
     ttft, tpot, itl = (_latencies(source, size) for size in (scale, 15 * speed, 12 * speed))
     e2e = _latencies(source, 12 * scale)
-    figures = {"goodput": 0.04 * rank, "ttft_ms.mean": -30.0 * rank, "token_hit_rate": 0.01 * rank}
-    return {
+    made: dict[str, Any] = {
         **{"policy": policy, "options": {}, "speed": speed, "workers": workers, "trace": trace},
         **{"source": "simulated", "seeds": seeds, "offered": 10828, "offered_per_s": 3.4 * speed},
-        **{"goodput": goodput, "goodput_by_limit": {"2 s / 25 ms": goodput, "30 s / 100 ms": 0.99}},
+        "goodput": goodput,
+        "goodput_by_limit": {
+            **{"2 s / 25 ms": goodput, "30 s / 100 ms": 0.9, "30 s / 300 ms": 0.93},
+            "0.5 s + 0.25 ms per uncached token / 25 ms": 0.5 * goodput,
+        },
+        "sent_after_ms": {"mean": 1.0, "p50": 0.0, "p90": 2.0, "p99": 40.0},
+        **{"retries": 0.0, "prefix_loaded_tokens": 300.0 * rank},
         **{
             "ttft_ms": _spread(ttft),
             "tpot_ms": _spread(tpot),
@@ -60,16 +66,10 @@ def row(
         **{"rejected": 0.03 if policy == "mooncake" else 0.0, "failed": 0.0, "preemptions": 3 * speed},
         **{"peak_to_mean": 2.4 - skill, "decision_us": 20.0 + rank, "little": 1.0003, "warm_up": 0.1},
         "limits": {"ttft_s": 2.0, "tpot_s": 0.025},
-        "ci95": {
-            "goodput": [goodput - 0.015, min(1.0, goodput + 0.015)],
-            "ttft_ms.mean": [0.95 * float(ttft.mean()), 1.05 * float(ttft.mean())],
+        "setting": {
+            "command": f"kvroute simulate --trace {trace}.jsonl --policy a,b --seeds {seeds}",
+            **{"preset": "qwen3-32b-h200-tp2", "block_tokens": 512, "kv_tokens": 750000},
         },
-        "paired": {
-            "against": against,
-            "figures": {name: [x, x - 0.01, x + 0.01] for name, x in figures.items()},
-        },
-        "setting": {"preset": "qwen3-32b-h200-tp2", "block_tokens": 512, "kv_tokens": 750000},
-        "command": f"kvroute simulate --trace {trace}.jsonl --policy {policy} --seeds {seeds}",
         "series": {
             "ttft_ms": _quantiles(ttft),
             "itl_ms": _quantiles(itl),
@@ -78,6 +78,27 @@ def row(
             "predicted_ms": _predicted(source, ttft) if policy in ("ttft", "mooncake") else [],
         },
     }
+    figures = dict(_figures(made))
+    made["ci95"] = {name: [0.97 * value, 1.03 * value] for name, value in figures.items()}
+    steps = {**dict.fromkeys(figures, 0.0), "goodput": 0.04, "ttft_ms.mean": -30.0, "token_hit_rate": 0.01}
+    made["paired"] = {
+        "against": against,
+        "figures": {
+            name: [step * rank, step * rank - 0.01, step * rank + 0.01] for name, step in steps.items()
+        },
+    }
+    return made
+
+
+def _figures(made: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Those that have intervals, by their names."""
+    for name, value in made.items():
+        if name in ("speed", "workers", "seeds", "warm_up"):
+            continue
+        if isinstance(value, float | int):
+            yield name, float(value)
+        elif name.endswith("_ms") or name in ("hit_by_tier", "goodput_by_limit"):
+            yield from ((f"{name}.{inner}", float(one)) for inner, one in value.items())
 
 
 def _latencies(source: np.random.Generator, scale: float) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -107,10 +128,16 @@ def _load(source: np.random.Generator, speed: float, skill: float, workers: int)
 def _gantt(source: np.random.Generator, workers: int) -> dict[str, Any]:
     spans: list[list[float | int | None]] = []
     for arrival in np.sort(source.uniform(1000, 1030, 120)):
-        start = arrival + source.exponential(0.3)
-        first = start + source.exponential(0.6)
+        start = float(arrival + source.exponential(0.3))
+        first = float(start + source.exponential(0.6))
         spans.append(
-            [int(source.integers(workers)), float(arrival), start, first, first + source.exponential(6)]
+            [
+                int(source.integers(workers)),
+                float(arrival),
+                start,
+                first,
+                first + float(source.exponential(6)),
+            ]
         )
     return {"from_s": 1000.0, "to_s": 1030.0, "spans": spans}
 
