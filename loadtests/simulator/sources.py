@@ -143,8 +143,6 @@ def fleets(
     `given` are fields of `Setting`, `memory` those of `Memory`, None where they are the preset's. ValueError
     names option or field.
     """
-    if len(set(workers)) < len(workers):
-        raise ValueError(f"--workers: {', '.join(workers)}: one is given more than once")
     fields = {name: value for name, value in given.items() if value is not None}
     of_memory = {name: value for name, value in memory.items() if value is not None}
     if of_memory:
@@ -156,11 +154,10 @@ def fleets(
         base, block_tokens = known, block_tokens or known.block_tokens
     else:
         base = _of_speed(preset)
-    base = replace(base, **fields)
-    return [
-        FleetOf(text if "P" in text else int(text), replace(base, **_number(text)), block_tokens)
-        for text in workers
-    ]
+    numbers = [_counted(text) for text in workers]
+    if len({label for label, _ in numbers}) < len(numbers):
+        raise ValueError(f"--workers: {', '.join(workers)}: one is given more than once")
+    return [FleetOf(label, replace(base, **fields, **counts), block_tokens) for label, counts in numbers]
 
 
 def _of_speed(preset: str) -> Setting:
@@ -169,11 +166,13 @@ def _of_speed(preset: str) -> Setting:
     except PresetError as error:
         also = ", ".join(SETTINGS)
         raise ValueError(f"--preset: {error} (to simulate, also {also})") from None
-    return Setting(speed=speed, scale=PLATFORM_SCALE if preset in PRESETS else 1.0, kv_tokens=speed.kv_tokens)
+    scale = PLATFORM_SCALE if preset in PRESETS else 1.0
+    # Its blocks come with the trace: no size but the smallest is right for every KV room until then.
+    return Setting(speed=speed, scale=scale, kv_tokens=speed.kv_tokens, block_tokens=1)
 
 
-def _number(text: str) -> dict[str, Any]:
-    """Fields of `Setting`."""
+def _counted(text: str) -> tuple[int | str, dict[str, Any]]:
+    """What the fleet is called, and fields of `Setting`."""
     match = _WORKERS.fullmatch(text)
     if match is None:
         raise ValueError(f"--workers: {text!r} is not understood; a number is expected, or 6P2D")
@@ -181,8 +180,8 @@ def _number(text: str) -> dict[str, Any]:
     if min(counts) < 1 or sum(counts) > MAX_WORKERS:
         raise ValueError(f"--workers: {text!r}: from 1 to {MAX_WORKERS} of them are accepted")
     if len(counts) == 2:
-        return {"split": (counts[0], counts[1])}
-    return {"workers": counts[0]}
+        return f"{counts[0]}P{counts[1]}D", {"split": (counts[0], counts[1])}
+    return counts[0], {"workers": counts[0]}
 
 
 def policies(names: Sequence[str], options: Sequence[str]) -> list[Variant]:

@@ -44,7 +44,7 @@ def simulate(
     ] = "stop",
     workload: Annotated[
         list[str] | None,
-        typer.Option(help="Generated requests instead: chat, agents, documents, mixed [default: mixed]."),
+        typer.Option(help="Generated requests: chat, shared, agents, documents, scans, bursts, mixed [default: mixed]."),
     ] = None,
     requests: Annotated[int | None, typer.Option(help="Requests of a workload [default: 4000].")] = None,
     rate: Annotated[float | None, typer.Option(help="Of a workload, per second [default: 4].")] = None,
