@@ -44,7 +44,9 @@ def simulate(
     ] = "stop",
     workload: Annotated[
         list[str] | None,
-        typer.Option(help="Generated requests: chat, shared, agents, documents, scans, bursts, mixed [default: mixed]."),
+        typer.Option(
+            help="Generated: chat, shared, agents, documents, scans, bursts or mixed [default: mixed]."
+        ),
     ] = None,
     requests: Annotated[int | None, typer.Option(help="Requests of a workload [default: 4000].")] = None,
     rate: Annotated[float | None, typer.Option(help="Of a workload, per second [default: 4].")] = None,

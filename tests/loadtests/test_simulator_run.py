@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, stdev
@@ -11,7 +12,9 @@ from typing import ClassVar
 import pytest
 
 from kvroute.conductor.index import Holder
-from kvroute.loadtests.simulator.results import Limits, summarize
+from kvroute.loadtests.results.combine import result
+from kvroute.loadtests.results.figures import Facts
+from kvroute.loadtests.results.measured import Limits
 from kvroute.loadtests.simulator.setting import Setting
 from kvroute.loadtests.simulator.simulation import Record, Simulation
 from kvroute.loadtests.traces.arrivals import Arrival, arrivals
@@ -36,6 +39,17 @@ def run(setting: Setting, policy: Policy, work: list[Arrival]) -> tuple[Simulati
     records = simulation.run(work)
     simulation.check_integrity()
     return simulation, records
+
+
+def figures(
+    simulation: Simulation,
+    records: Sequence[Record],
+    limits: Limits = Limits(),
+    warm_up: int = 0,  # noqa: B008
+) -> Mapping[str, float]:
+    overhead_s = simulation.setting.token_overhead_s
+    measured = [record.measured(simulation.names, overhead_s) for record in records]
+    return result(measured, Facts(), limits, warm_up).figures
 
 
 class Scripted:
@@ -93,9 +107,9 @@ def test_overheads_come_before_the_engine_and_with_every_token() -> None:
     assert plain.first_s is not None
     assert plain.end_s is not None
     assert record.first_s == pytest.approx(plain.first_s + 0.0156)
-    result = summarize(simulation, [record], warm_up=0)
-    assert result.tpot_s.mean == pytest.approx((plain.end_s - plain.first_s) / 2 + 46e-6)
-    assert result.e2e_s.mean == pytest.approx(plain.end_s + 0.0156 + 2 * 46e-6)
+    made = figures(simulation, [record])
+    assert made["tpot_ms.mean"] == pytest.approx((plain.end_s - plain.first_s) / 2 * 1e3 + 46e-3)
+    assert made["e2e_ms.mean"] == pytest.approx(1e3 * (plain.end_s + 0.0156 + 2 * 46e-6))
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "prefix_affinity", "ttft"])
@@ -118,33 +132,33 @@ def test_everything_ends_the_same_every_time_and_the_books_balance(policy: str) 
             slot = simulation.index.slot(Holder(f"w{number}"))
             told = {key for _, _, _, key, _ in simulation.index.blocks.export(slot)}
             assert told == set(engine.scheduler.cache.keys())
-        result = summarize(simulation, records)
-        assert result.little == pytest.approx(1.0)
-        results.append((result, records))
+        assert simulation.stays_s == pytest.approx(simulation.running_integral_s)
+        results.append(records)
     assert results[0] == results[1]
 
 
 def test_what_is_refused_counts_as_bad() -> None:
     work = requests(*[(float(i), 100, 5, (i,)) for i in range(4)])
     simulation, records = run(ONE, Scripted(0, "no", 0, "no"), work)
-    result = summarize(simulation, records, warm_up=0)
+    made = figures(simulation, records)
     assert [record.rejected for record in records] == [None, "full", None, "full"]
-    assert (result.offered, result.rejected, result.goodput) == (4, 2, 0.5)
-    assert result.ttft_s.p99 == float("inf") > result.ttft_s.mean
+    assert (made["offered"], made["rejected"], made["goodput"]) == (4, 0.5, 0.5)
+    assert made["ttft_ms.p99"] == float("inf") > made["ttft_ms.mean"]
 
 
 def test_what_can_never_fit_is_refused_by_the_engine() -> None:
     blocks = tuple(range(200))
     simulation, (record,) = run(ONE, Scripted(), requests((0.0, 200 * 512, 5, blocks)))
     assert (record.failure, record.rejected) == ("too_long", None)
-    assert summarize(simulation, [record], warm_up=0).goodput == 0
+    made = figures(simulation, [record])
+    assert (made["goodput"], made["failed"], made["rejected"]) == (0, 1, 0)
 
 
 def test_the_warm_up_is_not_counted() -> None:
     work = requests(*[(float(i), 100, 5, (i,)) for i in range(10)])
     simulation, records = run(ONE, Scripted("no"), work)
-    assert summarize(simulation, records, warm_up=0.1).goodput == 1.0
-    assert summarize(simulation, records, warm_up=0).goodput == 0.9
+    assert figures(simulation, records, warm_up=1)["goodput"] == 1.0
+    assert figures(simulation, records)["goodput"] == 0.9
 
 
 def test_limits_are_kept_or_not() -> None:
@@ -154,7 +168,7 @@ def test_limits_are_kept_or_not() -> None:
         (Limits(ttft_s=0.05), 0.0),
         (Limits(tpot_s=0.01), 0.5),  # one token has no TPOT
     ):
-        assert summarize(simulation, records, limits, warm_up=0).goodput == good
+        assert figures(simulation, records, limits)["goodput"] == good
 
 
 def test_the_index_hears_of_blocks_when_their_step_is_over_and_after_the_lag() -> None:
@@ -233,7 +247,7 @@ def test_a_request_is_held_no_longer_than_the_limit() -> None:
     simulation, (record,) = run(setting, policy, requests((1.0, 100, 2, (1,))))
     assert record.placed_s == 3.0
     assert not policy.seen[-1].may_hold
-    assert summarize(simulation, [record], warm_up=0).held == 1
+    assert figures(simulation, [record])["sent_after_ms.mean"] == pytest.approx(2000)
 
 
 def test_nothing_is_held_where_nothing_may_be() -> None:
