@@ -34,8 +34,9 @@ class DecisionMeter:
             self.timed += 1
             return answer
 
+        every: Any = timed
         # All of the router's ways to a decision go through this one.
-        router.consider = timed  # type: ignore[method-assign]
+        router.consider = every  # type: ignore[method-assign]
 
     @property
     def mean_us(self) -> float | None:

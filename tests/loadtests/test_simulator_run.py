@@ -44,12 +44,12 @@ def run(setting: Setting, policy: Policy, work: list[Arrival]) -> tuple[Simulati
 def figures(
     simulation: Simulation,
     records: Sequence[Record],
-    limits: Limits = Limits(),
-    warm_up: int = 0,  # noqa: B008
+    limits: Limits | None = None,
+    warm_up: int = 0,
 ) -> Mapping[str, float]:
     overhead_s = simulation.setting.token_overhead_s
     measured = [record.measured(simulation.names, overhead_s) for record in records]
-    return result(measured, Facts(), limits, warm_up).figures
+    return result(measured, Facts(), limits or Limits(), warm_up).figures
 
 
 class Scripted:
