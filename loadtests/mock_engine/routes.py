@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import islice
@@ -14,6 +15,7 @@ from kvroute.conductor.tiers.tier import Tier
 from kvroute.loadtests.mock_engine.answers import DelayedReply
 from kvroute.loadtests.mock_engine.connection import Connection
 from kvroute.loadtests.mock_engine.dialects.chat import chat_tokens
+from kvroute.loadtests.mock_engine.dialects.completions import prompt_tokens
 from kvroute.loadtests.mock_engine.faults import FaultError, Faults
 from kvroute.loadtests.mock_engine.tokens import detokenize, tokenize
 from kvroute.loadtests.mock_engine.wire import ApiError, Request, invalid, json_response, rejected, response
@@ -166,6 +168,33 @@ def tokenize_route(engine: MockEngine, connection: Connection, request: Request)
         "token_strs": strings,
     }
     connection.reply(json_response(answer))
+
+
+@_route(b"POST", "/v1/chat/completions/render")
+def render_chat_route(engine: MockEngine, connection: Connection, request: Request) -> None:
+    """vLLM's: the request as it would be run, with its token ids."""
+    body = _body(request)
+    generation = body.get("add_generation_prompt") is not False
+    ids = chat_tokens(body.get("messages"), body.get("tools"), generation)  # type: ignore[arg-type]
+    connection.reply(json_response(_rendered(engine, body, ids)))
+
+
+@_route(b"POST", "/v1/completions/render")
+def render_completion_route(engine: MockEngine, connection: Connection, request: Request) -> None:
+    """The same, one for each prompt."""
+    body = _body(request)
+    rendered = [_rendered(engine, body, ids) for ids in prompt_tokens(body.get("prompt"))]
+    connection.reply(json_response(rendered))
+
+
+def _rendered(engine: MockEngine, body: dict[str, Any], ids: array[int]) -> dict[str, Any]:
+    return {
+        "request_id": f"render-{len(ids)}",
+        "token_ids": ids.tolist(),
+        "sampling_params": {},
+        "model": body.get("model") or engine.options.model,
+        "stream": bool(body.get("stream")),
+    }
 
 
 @_route(b"POST", "/detokenize")

@@ -9,7 +9,7 @@ import orjson
 
 from kvroute.loadtests.replay.answer import Request
 from kvroute.loadtests.traces.arrivals import Arrival
-from kvroute.loadtests.traces.prompts import Prompts
+from kvroute.loadtests.traces.prompts import MIN_ID, Prompts
 
 APIS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 PROMPTS = ("ids", "text")
@@ -53,17 +53,26 @@ class Bodies:
 
     def request(self, arrival: Arrival, counts: bool = True) -> Request:
         """Ready to be sent; see `Request.counts`."""
-        length, prompt = arrival.output_tokens, self._prompt(arrival)
-        body = {
-            **self._fixed,
-            **({"messages": [{"role": "user", "content": prompt}]} if self._chat else {"prompt": prompt}),
-            "max_tokens": length,
-            "min_tokens": length,
-        }
+        length = arrival.output_tokens
+        body = self._body(self._prompt(arrival), length)
         session = arrival.view.session_id
         fields = b"" if session is None else b"x-session-id: %b\r\n" % session.encode()
         tokens = arrival.view.prompt_tokens
-        return Request(arrival.arrival_s, self._path, orjson.dumps(body), fields, tokens, length, counts)
+        return Request(arrival.arrival_s, self._path, body, fields, tokens, length, counts)
+
+    @property
+    def path(self) -> str:
+        return self._path
+
+    @property
+    def least(self) -> bytes:
+        """The shortest request there is, to see whether it is answered."""
+        prompt: object = "hello" if self._prompt == self._text else [MIN_ID]
+        return self._body(prompt, 1)
+
+    def _body(self, prompt: object, length: int) -> bytes:
+        said = {"messages": [{"role": "user", "content": prompt}]} if self._chat else {"prompt": prompt}
+        return orjson.dumps({**self._fixed, **said, "max_tokens": length, "min_tokens": length})
 
     def _ids(self, arrival: Arrival) -> list[int]:
         return self._prompts.token_ids(arrival.block_ids, arrival.view.prompt_tokens)

@@ -75,7 +75,10 @@ def row(
     warm_up: int,
     against: tuple[str, Sequence[Result]] | None = None,
 ) -> tuple[Row, Sequence[Result]]:
-    """Of one target over all rounds, and the figures of each. `about` has speed, trace, warm_up and setting."""
+    """Of one target over all rounds, and the figures of each.
+
+    `about` has speed, trace, warm_up and setting.
+    """
     results = [result(played, limits, warm_up, not number) for number, played in enumerate(rounds)]
     workers = {made.worker for played in rounds for made in played.requests if made.worker}
     requests = [made for played in rounds for made in played.requests]

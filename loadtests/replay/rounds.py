@@ -10,7 +10,7 @@ from typing import Any
 
 import uvloop
 
-from kvroute.loadtests.replay.bodies import Form
+from kvroute.loadtests.replay.bodies import Bodies, Form
 from kvroute.loadtests.replay.outcome import row
 from kvroute.loadtests.replay.player import Played
 from kvroute.loadtests.replay.running import Access, Due, Run, check_jobs, play
@@ -109,12 +109,15 @@ def named(text: str, name: str | None, **access: Any) -> Named:
 
 
 def models(replay: Replay) -> list[str]:
-    """Of every target, asked now. ReplayError when one does not answer or serves nothing."""
+    """Of every target, asked now. ReplayError when one does not answer, or not as it should."""
 
     async def ask(access: Access) -> str:
         target = access.target()
         try:
-            return await target.model(replay.model)
+            model = replay.model or await target.model()
+            bodies = Bodies(replay.form, model, replay.due(0, 0).prompts)
+            await target.check(bodies.path, bodies.least)
+            return model
         finally:
             target.close()
 

@@ -21,7 +21,7 @@ from kvroute.router.pool import UpstreamPool
 from kvroute.router.sweeper import Sweeper
 from kvroute.router.upstream import Response, StaleConnection, UpstreamConnection
 
-ASK_S = 10.0
+ASK_S = 20.0
 _HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+): *([\x20-\x7e]*)")
 _OWN_HEADERS = frozenset({"host", "content-length", "content-type", "transfer-encoding", "connection"})
 
@@ -51,26 +51,40 @@ class Target:
         """Cut what is still open."""
         self._pool.close()
 
-    async def model(self, wanted: str | None) -> str:
-        """`wanted` if it is served, else the first. ReplayError when nobody answers, or serves nothing."""
+    async def model(self) -> str:
+        """The first that is served. ReplayError when nobody answers, or nothing is."""
+        status, body = await self._say(b"GET", "/v1/models", b"")
+        served = _served(body) if status == 200 else []
+        if not served:
+            raise ReplayError(self._fault(f"GET /v1/models: {status}, and no models", body, "--model"))
+        return served[0]
+
+    async def check(self, path: str, body: bytes) -> None:
+        """Whether a request like this is answered at all; ReplayError says what came instead."""
+        status, said = await self._say(b"POST", path, body)
+        if status in (401, 403):
+            raise ReplayError(self._fault(f"POST {path}: {status}", said, "--api-key"))
+        if status != 200:
+            raise ReplayError(
+                self._fault(f"POST {path}: {status}", said, "another --model, --api or --prompts")
+            )
+
+    def _fault(self, what: str, body: bytes, remedy: str) -> str:
+        said = shorten(" ".join(body.decode(errors="replace").split()), 300)
+        return f"--url: {self.endpoint.url}: {what} ({said}); is {remedy} needed?"
+
+    async def _say(self, method: bytes, path: str, body: bytes) -> tuple[int, bytes]:
+        """Status and body, within `ASK_S`."""
         pieces: list[bytes] = []
         try:
             async with asyncio.timeout(ASK_S):
                 response = await self._exchange(
-                    b"GET", "/v1/models", b"", b"", monotonic() + ASK_S, lambda data, _: pieces.append(data)
+                    method, path, body, b"", monotonic() + ASK_S, lambda data, _: pieces.append(data)
                 )
         except (GatewayError, TimeoutError) as error:
             said = error.message if isinstance(error, GatewayError) else f"no answer within {ASK_S:g} s"
-            raise ReplayError(f"--url: {self.endpoint.url}: GET /v1/models: {said}") from None
-        if response.status != 200:
-            raise ReplayError(f"--url: {self.endpoint.url}: GET /v1/models answered {response.status}")
-        served = _served(b"".join(pieces))
-        if not served:
-            raise ReplayError(f"--url: {self.endpoint.url}: GET /v1/models lists no models")
-        if wanted is not None and wanted not in served:
-            shown = ", ".join(shorten(name) for name in served[:20])
-            raise ReplayError(f"--model: {wanted!r} is not served; served: {shown}")
-        return wanted or served[0]
+            raise ReplayError(f"--url: {self.endpoint.url}: {said}") from None
+        return response.status, b"".join(pieces)
 
     async def ask(self, request: Request, epoch_s: float, gaps: Gaps) -> Measured:
         """One streamed answer. Never raises but for cancellation: what went wrong is in the result.
