@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha1
@@ -79,44 +80,51 @@ class Picture:
     """Whether colours and markers stand for policies, so that the page's legend is needed."""
 
 
-def colour(style: int) -> str:
-    return SERIES[style % len(SERIES)]
+def colour(place: int) -> str:
+    return SERIES[place % len(SERIES)]
 
 
-def line_style(style: int) -> dict[str, Any]:
+def line_style(place: int) -> dict[str, Any]:
     """Colour, dashes and marker: 168 policies differ in one of them at least."""
     return {
-        "color": colour(style),
-        "linestyle": DASHES[style % len(DASHES)],
-        "marker": MARKERS[style % len(MARKERS)],
+        "color": colour(place),
+        "linestyle": DASHES[place % len(DASHES)],
+        "marker": MARKERS[place % len(MARKERS)],
         "markersize": 5,
         "linewidth": 1.7,
     }
 
 
+@contextmanager
+def style(**more: Any) -> Iterator[None]:
+    """What is drawn inside has the report's look: matplotlib gives it when a text or line is made."""
+    # Half a second to import.
+    from matplotlib import rc_context
+
+    with rc_context(_SETTINGS | more):
+        yield
+
+
 def new_figure(
     height_in: float, rows: int = 1, width_in: float = WIDTH_IN, **sharing: Any
 ) -> tuple[Figure, list[Axes]]:
-    """Axes one below the other, in the style of the report."""
-    # Half a second to import; `Figure` instead of pyplot: no global state and no display.
-    from matplotlib import rc_context
+    """Axes one below the other."""
+    # `Figure` instead of pyplot: no global state and no display.
     from matplotlib.figure import Figure
 
-    with rc_context(_SETTINGS):
-        figure = Figure(figsize=(width_in, height_in), layout="constrained")
-        axes = figure.subplots(rows, 1, squeeze=False, **sharing)
+    figure = Figure(figsize=(width_in, height_in), layout="constrained")
+    axes = figure.subplots(rows, 1, squeeze=False, **sharing)
     return figure, list(axes[:, 0])
 
 
 def to_png(picture: Picture, legend: Iterable[tuple[str, int]]) -> bytes:
     """On white, with the policies named below, since a file is seen without the page."""
-    from matplotlib import rc_context
     from matplotlib.lines import Line2D
 
     content = BytesIO()
-    with rc_context(_SETTINGS):
+    with style():
         title = picture.figure.suptitle(picture.caption, fontsize=FONT_PT, wrap=True)
-        lines = [Line2D([], [], label=label, **line_style(style)) for label, style in legend]
+        lines = [Line2D([], [], label=label, **line_style(place)) for label, place in legend]
         shown = lines if picture.by_policy else []
         below = picture.figure.legend(handles=shown, loc="outside lower center", ncols=2) if shown else None
         picture.figure.savefig(content, format="png", dpi=150, facecolor="white", bbox_inches="tight")
@@ -128,10 +136,8 @@ def to_png(picture: Picture, legend: Iterable[tuple[str, int]]) -> bytes:
 
 def to_svg(picture: Picture) -> str:
     """An element for the page: its colours are the page's variables, its ids begin with the figure's name."""
-    from matplotlib import rc_context
-
     content = StringIO()
-    with rc_context({**_SETTINGS, "svg.hashsalt": picture.name}):
+    with style(**{"svg.hashsalt": picture.name}):
         picture.figure.savefig(content, format="svg", dpi=144)
     return _inline(content.getvalue(), picture.name)
 
@@ -169,11 +175,11 @@ def _rounded(numbers: str) -> str:
 
 def plain_logs(axis: Axis) -> None:
     """Ticks as 0.1, 1, 10 rather than powers, which would need mathematical type."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axis.set_major_locator(LogLocator(numticks=7))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
+    axis.set_minor_locator(NullLocator())
 
 
 def swatches(styles: Iterable[int]) -> str:
@@ -182,14 +188,15 @@ def swatches(styles: Iterable[int]) -> str:
 
 
 @cache
-def _symbol(style: int) -> str:
-    figure, (axes,) = new_figure(0.2, width_in=0.42)
-    figure.set_layout_engine("none")
-    axes.set(position=(0, 0, 1, 1), xlim=(-1, 1), ylim=(-1, 1))
-    axes.set_axis_off()
-    axes.plot((-0.95, 0, 0.95), (0, 0, 0), **{**line_style(style), "markevery": [1]})
-    svg = to_svg(Picture(f"swatch-{style}", "", "", figure))
-    return svg.replace("<svg", f'<symbol id="policy-{style}"').replace("</svg>", "</symbol>")
+def _symbol(place: int) -> str:
+    with style():
+        figure, (axes,) = new_figure(0.2, width_in=0.42)
+        figure.set_layout_engine("none")
+        axes.set(position=(0, 0, 1, 1), xlim=(-1, 1), ylim=(-1, 1))
+        axes.set_axis_off()
+        axes.plot((-0.95, 0, 0.95), (0, 0, 0), **{**line_style(place), "markevery": [1]})
+    svg = to_svg(Picture(f"swatch-{place}", "", "", figure))
+    return svg.replace("<svg", f'<symbol id="policy-{place}"').replace("</svg>", "</symbol>")
 
 
 def short(label: str, letters: int = 26) -> str:

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from kvroute import __version__
 from kvroute.loadtests.report.bars import hit_picture, prediction_picture
 from kvroute.loadtests.report.curves import distribution_pictures, goodput_pictures
-from kvroute.loadtests.report.drawing import DARK, LIGHT, Picture, swatches, to_png, to_svg
+from kvroute.loadtests.report.drawing import DARK, LIGHT, Picture, style, swatches, to_png, to_svg
 from kvroute.loadtests.report.groups import Cell, Entry, Group, group
 from kvroute.loadtests.report.reading import ranked, read_cell, read_group
 from kvroute.loadtests.report.tables import Table, facts, tables
@@ -74,19 +74,20 @@ def make_report(rows: Sequence[Row], files: Sequence[str]) -> Report:
     if len(rows) > MAX_ROWS:
         raise ResultsError(f"{len(rows)} rows of results; a report takes at most {MAX_ROWS}")
     groups, drawn = [], 0
-    for place, each in enumerate(group(rows), 1):
-        name = f"{place}-{_slug(each.title)}"
-        cells = []
-        for cell in each.cells:
-            pictures = (
-                _cell_pictures(cell, f"{name}-x{_slug(f'{cell.speed:g}')}") if drawn < MAX_DRAWN_CELLS else []
-            )
-            drawn += 1
-            cells.append(CellPart(cell, read_cell(cell), tables(cell), pictures))
-        groups.append(
-            GroupPart(name, each, read_group(each), facts(each), goodput_pictures(each, name), cells)
-        )
+    with style():
+        for place, each in enumerate(group(rows), 1):
+            groups.append(_group_part(each, f"{place}-{_slug(each.title)}", max(0, MAX_DRAWN_CELLS - drawn)))
+            drawn += len(each.cells)
     return Report(tuple(files), groups, max(0, drawn - MAX_DRAWN_CELLS))
+
+
+def _group_part(of: Group, name: str, to_draw: int) -> GroupPart:
+    """With figures of its first `to_draw` cells."""
+    cells = []
+    for place, cell in enumerate(of.cells):
+        pictures = _cell_pictures(cell, f"{name}-x{_slug(f'{cell.speed:g}')}") if place < to_draw else []
+        cells.append(CellPart(cell, read_cell(cell), tables(cell), pictures))
+    return GroupPart(name, of, read_group(of), facts(of), goodput_pictures(of, name), cells)
 
 
 def _slug(text: str) -> str:

@@ -83,11 +83,11 @@ def _knees(group: Group) -> list[str]:
     found: dict[str, list[str]] = {}
     for label in group.labels:
         at = knee(points(group, label))
-        where = "not reached" if at is None else f"{at.offered:.3g} {unit}"
+        where = "not reached by" if at is None else f"{at.offered:.3g} {unit} for"
         lowest = at is not None and at == points(group, label)[0]
         found.setdefault(f"at or below {where}" if lowest else where, []).append(label)
-    told = "; ".join(f"{where}: {_listed(labels)}" for where, labels in found.items())
-    return [f"The knee, the load of most good requests per second. {told}."]
+    told = "; ".join(f"{where} {_listed(labels)}" for where, labels in found.items())
+    return [f"The knee, the load of most good requests per second: {told}."]
 
 
 def read_cell(cell: Cell) -> list[str]:

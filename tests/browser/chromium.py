@@ -111,8 +111,8 @@ def browser(profile: Path) -> Iterator[Page]:
     from_browser, its_out = os.pipe()
     command = [name, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
     command += ["--no-first-run", "--disable-dev-shm-usage", f"--user-data-dir={profile}"]
-    # The browser reads from descriptor 3 and writes to 4.
-    with_pipes = ["sh", "-c", f'exec "$@" 3<&{its_in} 4>&{its_out}', "sh", *command]
+    # The browser reads from descriptor 3 and writes to 4; by their paths, since a shell's `<&` takes a digit.
+    with_pipes = ["sh", "-c", f'exec "$@" 3</proc/self/fd/{its_in} 4>/proc/self/fd/{its_out}', "sh", *command]
     process = subprocess.Popen(
         with_pipes, pass_fds=(its_in, its_out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

@@ -94,7 +94,7 @@ def test_the_knee_is_the_load_of_most_good_requests_when_more_was_measured() -> 
     at = {label: knee(points(only, label)) for label in "abc"}
     assert (at["a"] and at["a"].offered, at["b"], at["c"] and at["c"].offered) == (20.0, None, 10.0)
     assert read_group(only)[-1].endswith(
-        "per second. 20 requests/s: a; not reached: b; at or below 10 requests/s: c."
+        "per second: 20 requests/s for a; not reached by b; at or below 10 requests/s for c."
     )
     assert knee(points(only, "a")[:1]) is None
 
