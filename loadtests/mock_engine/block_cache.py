@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 
 class CacheCorruption(AssertionError):
@@ -84,10 +85,12 @@ class BlockCache:
         short = blocks - self.free_blocks
         if short > len(self._idle):
             return False
-        for _ in range(short):
-            key, _none = self._idle.popitem(last=False)
-            del self._refs[key], self._parents[key]
-            self._removed.append(key)
+        if short > 0:
+            refs, parents, idle = self._refs, self._parents, self._idle
+            gone = list(islice(idle, short))
+            for key in gone:
+                del idle[key], refs[key], parents[key]
+            self._removed += gone
         self.free_blocks += max(short, 0) - blocks
         return True
 
@@ -106,6 +109,27 @@ class BlockCache:
         self._refs[key] = count + 1
         self.free_blocks += 1
         return False
+
+    def publish_run(self, keys: Sequence[int], start: int, stop: int) -> list[tuple[int, int]]:
+        """`publish` blocks `start` to `stop` of a chain; the runs among them that were not resident."""
+        refs, run = self._refs, keys[start:stop]
+        if refs.keys().isdisjoint(run):
+            refs.update(dict.fromkeys(run, 1))
+            self._parents.update(zip(run, [keys[start - 1] if start else None, *run], strict=False))
+            return [(start, stop)]
+        return self.publish_each(keys, start, stop)
+
+    def publish_each(self, keys: Sequence[int], start: int, stop: int) -> list[tuple[int, int]]:
+        """The same one by one: the `publish_run` of a cache with a `publish` of its own."""
+        runs, begin = [], start
+        for index in range(start, stop):
+            if not self.publish(keys[index], keys[index - 1] if index else None):
+                if begin < index:
+                    runs.append((begin, index))
+                begin = index + 1
+        if begin < stop:
+            runs.append((begin, stop))
+        return runs
 
     def release(self, keys: Sequence[int], private_blocks: int) -> None:
         """Give up references to resident blocks, tail first, and private blocks."""

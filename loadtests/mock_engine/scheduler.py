@@ -367,17 +367,12 @@ class Scheduler:
         """Make full computed blocks resident, and note the runs that are new."""
         keys, start = sequence.keys, sequence.resident_blocks
         stop = min(sequence.computed_tokens // self._block_tokens, len(keys))
-        run = start
-        for index in range(start, stop):
-            if not self.cache.publish(keys[index], keys[index - 1] if index else None):
-                if run < index:
-                    outcome.stored.append(Stored(sequence, run, index))
-                run = index + 1
-        if run < stop:
-            outcome.stored.append(Stored(sequence, run, stop))
-        if stop > start:
-            sequence.resident_blocks = stop
-            sequence.private_blocks -= stop - start
+        if stop <= start:
+            return
+        for begin, end in self.cache.publish_run(keys, start, stop):
+            outcome.stored.append(Stored(sequence, begin, end))
+        sequence.resident_blocks = stop
+        sequence.private_blocks -= stop - start
 
     def _emit(self, sequence: Sequence, outcome: Outcome, tokens: int = 1) -> None:
         sequence.generated_tokens += tokens

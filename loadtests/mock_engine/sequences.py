@@ -33,8 +33,8 @@ class Sequence:
     payload: Any = None
     """The driver's own."""
     remote: bool = False
-    """A prefill worker has computed the prompt; `Scheduler.receive` says when its KV is here. Only once: after
-    a preemption it is computed like any other."""
+    """A prefill worker has computed the prompt; `Scheduler.receive` says when its KV is here. Only once:
+    after a preemption it is computed like any other."""
     phase: Phase = Phase.WAITING
     cached_tokens: int | None = None
     """Prompt tokens found in the GPU or below it at first admission; None before."""

@@ -117,6 +117,8 @@ class EndlessCache(BlockCache):
         self._everywhere.add(key)
         return new
 
+    publish_run = BlockCache.publish_each
+
     def release(self, keys: Sequence[int], private_blocks: int) -> None:
         for key in keys:
             self._refs[key] -= 1

@@ -99,6 +99,8 @@ class RankedCache(BlockCache):
         self._eviction.record(block)
         return True
 
+    publish_run = BlockCache.publish_each
+
     def release(self, keys: Sequence[int], private_blocks: int) -> None:
         super().release(keys, private_blocks)
         for key in reversed(keys):
