@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, repeat
 from random import Random
 
 from msgspec import Struct
@@ -99,5 +99,5 @@ def _drawn(trace: Trace, source: Random, process: str) -> Iterator[tuple[float, 
     first_s, last_s = trace.rows[0].arrival_s, trace.rows[-1].arrival_s
     mean_s = (last_s - first_s) / max(len(trace.rows) - 1, 1)
     shape = 1.0 if process == "poisson" else GAMMA_SHAPE
-    gaps = (source.gammavariate(shape, mean_s / shape) if mean_s else 0.0 for _ in trace.rows)
-    return zip(accumulate(gaps), trace.rows, strict=True)
+    gaps = (source.gammavariate(shape, mean_s / shape) if mean_s else 0.0 for _ in repeat(None))
+    return zip(accumulate(gaps), trace.rows, strict=False)
