@@ -54,6 +54,7 @@ def test_a_trace_is_compared_and_written(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "goodput" in result.stdout
     assert "against round_robin" in result.stdout
+    assert "TTFT is time held, queueing" in result.stdout
     first, second = json.loads(results.read_text(encoding="utf-8"))
     assert (first["policy"], first["speed"], first["workers"], first["goodput"]) == (
         "round_robin",
@@ -132,7 +133,7 @@ def test_options_reach_the_setting_and_are_told() -> None:
     assert setting["cpu_write"] == "through"
     assert setting["peer_link"] == {"bytes_per_s": 4.2e9, "latency_s": 0.005}
     (plain,) = rows(*FEW)
-    assert set(plain["setting"]) == {"preset", "kv_tokens", "block_tokens"}
+    assert set(plain["setting"]) == {"preset", "kv_tokens", "block_tokens", "ttft_includes"}
     assert plain["ttft_ms"] != row["ttft_ms"]
 
 

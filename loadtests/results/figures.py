@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -87,15 +88,15 @@ class Latencies:
 def latencies(counted: Sequence[Measured]) -> Latencies:
     """All four."""
     tpot = np.array([one.tpot_s for one in counted])
-    gaps, weights = [], []
+    gaps, weights = array("d"), array("d")
     for one in counted:
         for gap_s, count in _gaps(one):
             gaps.append(gap_s)
-            weights.append(float(count))
+            weights.append(count)
     return Latencies(
         Ranked.of([one.ttft_s for one in counted]),
         Ranked.of(tpot[~np.isnan(tpot)]),
-        Ranked.of(gaps, weights),
+        Ranked.of(np.asarray(gaps), np.asarray(weights)),
         Ranked.of([one.e2e_s for one in counted]),
     )
 

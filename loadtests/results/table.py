@@ -63,6 +63,8 @@ def _notes(rows: Sequence[Row]) -> list[str]:
             f"goodput: of all offered requests, TTFT within {first.limits.ttft_s:g} s and TPOT within "
             f"{1e3 * first.limits.tpot_s:g} ms; {first.offered or 0:.0f} requests count, {first.seeds} seeds"
         )
+    if "ttft_includes" in first.setting:
+        notes.append(f"TTFT is {first.setting['ttft_includes']}")
     notes.append("in brackets: 95 % bootstrap interval of the mean over seeds, of differences seed by seed")
     notes.append(
         "means of latencies are of the requests that were served; in percentiles failures are infinite"

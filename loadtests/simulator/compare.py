@@ -24,6 +24,7 @@ MAX_RUNS = 10_000
 OUTPUTS = ("learned", "known")
 MAX_SEEDS = 1000
 MAX_SPEED = 1000.0
+TTFT_INCLUDES = "time held, queueing, loads and transfers of KV, prefill; no network, no tokenising"
 
 
 class Source(Protocol):
@@ -201,7 +202,12 @@ def make_rows(comparison: Comparison, results: Mapping[Run, Result], about: Mapp
             **{"policy": variant.policy, "options": dict(variant.options), "speed": run.speed},
             **{"workers": fleet.workers, "trace": comparison.sources[run.source].name},
             **{"source": "simulated", "warm_up": comparison.warm_up},
-            "setting": {**about, "kv_tokens": setting.kv_tokens, "block_tokens": setting.block_tokens},
+            "setting": {
+                **about,
+                "kv_tokens": setting.kv_tokens,
+                "block_tokens": setting.block_tokens,
+                "ttft_includes": TTFT_INCLUDES,
+            },
         }
         against = (comparison.variants[0].policy, first) if run.variant else None
         rows.append(make_row(mine, comparison.limits, of_run, against))

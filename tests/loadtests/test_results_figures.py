@@ -124,6 +124,8 @@ def test_littles_law_holds_where_the_fleet_keeps_up_and_is_not_claimed_elsewhere
         free_busy_s = max(free_busy_s, at_s) + 1.3
         calm.append(served(at_s, free_s - at_s))
         busy.append(served(at_s, free_busy_s - at_s))
+    # The last of twenty that stay 0.5 s each is inside when the count ends.
+    assert little([served(i, 0.5) for i in range(20)]) == pytest.approx(19 / 20)
     assert little(calm) == pytest.approx(1.0, abs=0.02)
     answer = little(busy)
     assert isinstance(answer, NotClaimed)
