@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from kvroute.conductor.tiers.base import BlockInfo, at_least, count_at_least
+from kvroute.conductor.tiers.base import BlockInfo, at_least, count_at_least, note_nothing
 from kvroute.conductor.tiers.value import Costs
 
 
 class Always:
     """Everything."""
 
-    def record(self, block: BlockInfo) -> None:
-        """Nothing to note."""
+    record = note_nothing
 
     def admit(self, block: BlockInfo, now_s: float) -> bool:
         """True."""
@@ -51,8 +50,7 @@ class LengthThreshold:
         self._min_blocks = min_blocks
         self._max_blocks = max_blocks
 
-    def record(self, block: BlockInfo) -> None:
-        """Nothing to note."""
+    record = note_nothing
 
     def admit(self, block: BlockInfo, now_s: float) -> bool:
         """By the prompt's length, not the block's place: a tail without its head is of no use."""
@@ -68,8 +66,7 @@ class ExpectedBenefit:
         self._min_value_per_byte = min_value_per_byte
         self._costs = Costs(**costs)
 
-    def record(self, block: BlockInfo) -> None:
-        """Nothing to note: the block knows its reads."""
+    record = note_nothing
 
     def admit(self, block: BlockInfo, now_s: float) -> bool:
         """True when it is worth more per byte than the least asked."""

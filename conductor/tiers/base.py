@@ -7,7 +7,7 @@ Every policy is synchronous, reads no clock of its own (`now_s` is given) and ke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from msgspec import Struct
 
@@ -116,11 +116,19 @@ class Prefetch(Protocol):
 class WriteBack(Protocol):
     """When is a block written to the tier below?"""
 
+    at_access: ClassVar[bool]
+    """Whether `after_access` is ever true; if not, it is not asked. The same of `before_eviction`."""
+    at_eviction: ClassVar[bool]
+
     def after_access(self, block: BlockInfo) -> bool:
         """Whether to write it now that it has been computed (`reads` is 0) or read."""
 
     def before_eviction(self, block: BlockInfo) -> bool:
         """Whether to write it now that it leaves the tier above."""
+
+
+def note_nothing(self: object, block: BlockInfo) -> None:
+    """The `record` of a policy that knows enough of a block as it is: it need not be called."""
 
 
 def at_least(name: str, value: float, minimum: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from heapq import heapify, heappop, heappush
 
-from kvroute.conductor.tiers.base import BlockInfo
+from kvroute.conductor.tiers.base import BlockInfo, note_nothing
 from kvroute.conductor.tiers.frequency import FrequencySketch
 from kvroute.conductor.tiers.value import Costs
 
@@ -24,8 +24,7 @@ class Ranked:
     def __len__(self) -> int:
         return len(self._tickets)
 
-    def record(self, block: BlockInfo) -> None:
-        """Nothing to note: the block knows its reads and its last access."""
+    record = note_nothing
 
     def offer(self, block: BlockInfo) -> None:
         self._next_ticket += 1

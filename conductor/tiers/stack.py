@@ -70,31 +70,31 @@ class TierStack:
 
     def computed(self, keys: Sequence[int], start: int, prompt_blocks: int) -> None:
         """Blocks `start` to the end of a chain are in the GPU now, computed or loaded."""
-        now_s = self._clock()
+        now_s, above, find, model = self._clock(), self._above, self._find, self._model
+        block_bytes, recompute_s = model.block_bytes, model.recompute_s
         chain = []
         for depth in range(start, len(keys)):
             key = keys[depth]
-            block = self._find(key)
+            block = find(key)
             if block is None:
                 parent = keys[depth - 1] if depth else None
-                recompute_s = self._model.recompute_s(depth)
                 block = BlockInfo(
-                    key, parent, self._model.block_bytes, depth, prompt_blocks, recompute_s, 0, now_s
+                    key, parent, block_bytes, depth, prompt_blocks, recompute_s(depth), 0, now_s
                 )
                 chain.append(block)
-            self._above[key] = block
+            above[key] = block
         self._access(chain, now_s)
 
     def read(self, keys: Sequence[int]) -> None:
         """A request hit these leading blocks, in the GPU or below."""
-        now_s = self._clock()
+        now_s, above, find = self._clock(), self._above, self._find
         chain = []
         for key in keys:
-            block = self._find(key)
+            block = find(key)
             if block is not None:
                 block = _read(block, now_s)
-                if key in self._above:
-                    self._above[key] = block
+                if key in above:
+                    above[key] = block
                 chain.append(block)
         self._access(chain, now_s)
 
@@ -125,14 +125,18 @@ class TierStack:
 
     def _find(self, key: int) -> BlockInfo | None:
         block = self._above.get(key)
-        for tier in self.tiers:
-            block = block or tier.get(key)
+        if block is None:
+            for tier in self.tiers:
+                block = tier.get(key)
+                if block is not None:
+                    break
         return block
 
     def _access(self, chain: Sequence[BlockInfo], now_s: float) -> None:
         for level, tier in enumerate(self.tiers):
-            for block in chain:
-                tier.access(block)
+            tier.access(chain)
+            if not tier.write.at_access:
+                continue
             # Past a block that is not here, its successors would lie unreachable: they are not written.
             # What makes room here may push a later block of the chain out of the tier below, its only place.
             for block in chain:
@@ -144,7 +148,7 @@ class TierStack:
         """A block leaves the tier above `level`."""
         if level < len(self.tiers):
             tier = self.tiers[level]
-            if block.key not in tier and tier.write.before_eviction(block):
+            if tier.write.at_eviction and block.key not in tier and tier.write.before_eviction(block):
                 self._store(level, block, now_s)
 
     def _store(self, level: int, block: BlockInfo, now_s: float) -> None:
@@ -156,7 +160,8 @@ class TierStack:
         if stored:
             self._changes.append(TierChange(tier.medium, block.key, True, block.parent))
         for each in evicted:
-            self._leaving(level + 1, each, now_s)
+            if level + 1 < len(self.tiers):
+                self._leaving(level + 1, each, now_s)
             self._changes.append(TierChange(tier.medium, each.key, False, each.parent))
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvroute.conductor.tiers.base import Admission, BlockInfo, Eviction, Link, WriteBack, count_at_least
+from kvroute.conductor.tiers.base import (
+    Admission,
+    BlockInfo,
+    Eviction,
+    Link,
+    WriteBack,
+    count_at_least,
+    note_nothing,
+)
 
 
 @dataclass(slots=True)
@@ -40,6 +48,11 @@ class Tier:
         self.counts = TierCounts()
         self._admission = admission
         self._eviction = eviction
+        self._recorders = [
+            policy.record
+            for policy in (admission, eviction)
+            if getattr(policy.record, "__func__", None) is not note_nothing
+        ]
         self._blocks: dict[int, BlockInfo] = {}
         self._children: dict[int, int] = {}
         """Successors held here, by key; of blocks held or not, as a leaf may arrive before its parent."""
@@ -66,14 +79,18 @@ class Tier:
         """Seconds to bring blocks up, alone on the link."""
         return self.link.latency_s + sum(block.bytes for block in blocks) / self.link.bytes_per_s
 
-    def access(self, block: BlockInfo) -> None:
-        """The block was computed or read, here or elsewhere; `block` is it as of now."""
-        self._admission.record(block)
-        self._eviction.record(block)
-        if block.key in self._blocks:
-            self._blocks[block.key] = block
-            if block.key not in self._children:
-                self._eviction.offer(block)
+    def access(self, chain: Sequence[BlockInfo]) -> None:
+        """These blocks were computed or read, here or elsewhere; they are as of now."""
+        for record in self._recorders:
+            for block in chain:
+                record(block)
+        blocks, children = self._blocks, self._children
+        for block in chain:
+            key = block.key
+            if key in blocks:
+                blocks[key] = block
+                if key not in children:
+                    self._eviction.offer(block)
 
     def store(self, block: BlockInfo, now_s: float) -> tuple[bool, list[BlockInfo]]:
         """Whether the block is here now, and which had to go for it."""

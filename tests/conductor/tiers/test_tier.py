@@ -17,7 +17,7 @@ def stored(
 ) -> list[int] | None:
     """Store a block as a caller would; keys that went for it, None when it was refused."""
     each = block(key, parent, at_s=at_s, **more)
-    target.access(each)
+    target.access([each])
     done, evicted = target.store(each, at_s)
     target.check_integrity()
     return [gone.key for gone in evicted] if done else None
@@ -52,7 +52,7 @@ def test_an_access_moves_a_leaf_back() -> None:
     target = tier(2)
     stored(target, 1)
     stored(target, 2, None, 1.0)
-    target.access(block(1, at_s=2.0, reads=1))
+    target.access([block(1, at_s=2.0, reads=1)])
     held = target.get(1)
     assert held is not None
     assert held.reads == 1
@@ -111,7 +111,7 @@ def test_random_chains_keep_the_books_and_the_bound(admission: str, eviction: st
         key = rng.randrange(1, 60)
         parent = key // 2 or None
         each = block(key, parent, depth=key.bit_length() - 1, reads=rng.randrange(3), at_s=float(now))
-        target.access(each)
+        target.access([each])
         held = set(target.keys())
         _, evicted = target.store(each, float(now))
         for gone in evicted:
