@@ -14,6 +14,8 @@ from kvroute.config import Config
 from kvroute.router.server import GatewayServer
 
 CHAT = "/v1/chat/completions"
+HANG_S = 30.0
+"""Ends a test that hangs, and says nothing of speed: what takes 50 ms takes seconds on a busy machine."""
 PROBED = ("/health", "/metrics", "/v1/models", "/server_info?config_format=json", "/kv_event_sources")
 
 
@@ -76,7 +78,7 @@ class Wire:
         self.closed = True
         self.writer.close()
 
-    async def eof(self, within_s: float) -> float:
+    async def eof(self, within_s: float = HANG_S) -> float:
         """Wait until the peer closes; seconds it took. TimeoutError when it does not."""
         started = time.monotonic()
         async with asyncio.timeout(within_s):
@@ -349,7 +351,7 @@ async def gateway(*engines: Engine, ready: bool = True, **fields: Any) -> AsyncI
         await server.stop()
 
 
-async def until(condition: Callable[[], bool], within_s: float = 5.0) -> float:
+async def until(condition: Callable[[], bool], within_s: float = HANG_S) -> float:
     """Wait for a condition; seconds it took. Fails when it does not come true."""
     started = time.monotonic()
     while not condition():

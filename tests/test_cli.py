@@ -53,7 +53,7 @@ def test_python_m_kvroute_is_the_command() -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=20,
+        timeout=60,
     )
     assert out.stdout == f"kvroute {__version__}\n"
 
@@ -149,7 +149,7 @@ async def test_serve_answers_and_logs_one_json_object_a_line() -> None:
         await garbage.reader.read()
         garbage.close()
         serving.signal()
-        assert await serving.exit_status(6) == 0
+        assert await serving.exit_status() == 0
     for event in serving.events:
         assert {"event", "level", "timestamp"} <= event.keys(), event
     failure = next(e for e in serving.events if e.get("request_id") == "mine-7")
@@ -165,7 +165,7 @@ async def test_serve_takes_the_environment_for_what_flags_leave_open() -> None:
     async with serve(KVROUTE_POLICY="session", **AT_ONCE) as serving:
         assert serving.events[0]["policy"] == "session"
         serving.signal()
-        assert await serving.exit_status(5) == 0
+        assert await serving.exit_status() == 0
 
 
 async def test_a_fault_in_a_real_process_is_one_line_without_a_traceback() -> None:

@@ -21,8 +21,8 @@ from tests.kit import until
 
 IDS = list(range(1000, 1512))
 MODEL = Namespace(model="m")
-PATIENT_S = 5.0
-STUCK_S = 20.0
+PATIENT_S = 30.0
+STUCK_S = 90.0
 """Of a test's body: an answer that never comes fails it."""
 HELLO = wire.frame([wire.Hello(wire.PROTOCOL)])
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

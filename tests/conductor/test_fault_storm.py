@@ -20,7 +20,7 @@ from kvroute.loadtests.mock_engine import MockFleet, MockOptions
 from kvroute.loadtests.mock_engine.faults import Faults
 from kvroute.types import KeyMode, PromptKeys, Trust
 from tests.conductor.storm import MODEL, Driven, Prompts, known, our_keys
-from tests.kit import until
+from tests.kit import HANG_S, until
 
 LIMITS = FeedLimits(verify_s=0.1, replay_timeout_s=0.2, retry_s=0.03, waiting_batches=64, parked_s=5.0)
 BLOCK = 4
@@ -113,7 +113,7 @@ async def quiet(feed: EventFeed, ranks: list[Driven], shape: dict[str, Any]) -> 
         )
 
     await until(arrived, 10.0)
-    await asyncio.wait_for(feed.settled("w"), 5.0)
+    await asyncio.wait_for(feed.settled("w"), HANG_S)
     assert arrived()
 
 

@@ -30,7 +30,7 @@ from tests.conductor.lookup_kit import (
     told,
 )
 from tests.conductor.still_feed import still_conductor
-from tests.kit import until
+from tests.kit import HANG_S, until
 
 
 async def test_news_reach_the_conductor(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ async def test_a_gateway_that_is_none_is_closed_and_counted(tmp_path: Path, sent
         reader, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))
         writer.write(sent)
         with contextlib.suppress(ConnectionError):
-            while await asyncio.wait_for(reader.read(65536), 5.0):
+            while await asyncio.wait_for(reader.read(65536), HANG_S):
                 pass
         assert server.closed == {reason: 1}
         assert not server.connections
@@ -333,7 +333,7 @@ def test_no_frame_makes_it_fail(
                 writer.write(sent)
                 writer.write_eof()
                 with contextlib.suppress(ConnectionError):
-                    await asyncio.wait_for(reader.read(), 5.0)
+                    await asyncio.wait_for(reader.read(), HANG_S)
                 writer.close()
             await until(lambda: not server.connections)
             assert set(server.closed) <= {"malformed", "protocol", "oversized"}

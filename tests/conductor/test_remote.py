@@ -32,7 +32,7 @@ from tests.conductor.lookup_kit import (
     told,
 )
 from tests.conductor.still_feed import still_conductor, store
-from tests.kit import until
+from tests.kit import HANG_S, until
 
 
 async def test_matches_as_the_index_gives_them(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ async def test_a_conductor_that_hangs_for_long_is_dropped_and_tried_again() -> N
                 await client.match([], ["a"])
                 await asyncio.sleep(0)  # while not connected, a lookup ends without it
 
-        await asyncio.wait_for(ask(), 5.0)
+        await asyncio.wait_for(ask(), HANG_S)
         assert client.fallbacks[Fallback.TIMEOUT] >= 2
 
 
@@ -339,7 +339,7 @@ async def test_it_ends_whatever_it_is_at(tmp_path: Path) -> None:
                 client.start()
                 for _ in range(turns):
                     await asyncio.sleep(0)
-                async with asyncio.timeout(5.0):
+                async with asyncio.timeout(HANG_S):
                     await client.close()
                 assert not client.connected
         await until(lambda: not pair.server.connections)
@@ -458,7 +458,7 @@ async def test_a_message_too_long_for_a_frame_holds_up_no_lookup() -> None:
         lookup = asyncio.create_task(client.match([keys_of()], ["a"]))
         await asyncio.sleep(0)
         client._send(wire.Unfollow("b" * (wire.MAX_FRAME_BYTES + 1)))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             assert (await lookup).fallback is Fallback.TIMEOUT
         assert client.dropped == {Fallback.TOO_LONG: 1}
         assert client.frames_sent == 1

@@ -31,7 +31,7 @@ from kvroute.listening import CannotListen
 from kvroute.loadtests.mock_engine import MockFleet, MockOptions
 from kvroute.types import Trust
 from tests.conductor.storm import MODEL, Driven, Prompts, known
-from tests.kit import until
+from tests.kit import HANG_S, until
 from tests.process import clean_environment
 
 BLOCK = 16
@@ -85,7 +85,7 @@ class Town:
             return True
 
         for holder in self.holders(server):
-            await asyncio.wait_for(feed.settled(holder.worker_id), 5.0)
+            await asyncio.wait_for(feed.settled(holder.worker_id), HANG_S)
         await until(all_applied)
 
     def held(self, server: ConductorServer) -> list[set[int]]:
@@ -111,7 +111,7 @@ def options(tmp_path: Path, *services: Service, **fields: Any) -> ConductorOptio
 
 
 def client(server: ConductorServer) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=server.url, timeout=10)
+    return httpx.AsyncClient(base_url=server.url, timeout=HANG_S)
 
 
 async def test_registered_engines_are_answered_for_as_they_are(tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ async def test_gateways_find_their_engines_again(tmp_path: Path) -> None:
 
         for _ in range(2):
             async with conducting(options(tmp_path, lookup=lookup)) as server:
-                await asyncio.wait_for(both_exact(), 5.0)
+                await asyncio.wait_for(both_exact(), HANG_S)
                 assert len(server.conductor.instances) == 2
                 metrics = httpx.AsyncClient(base_url=server.url)
                 text = (await metrics.get("/metrics")).text
@@ -406,7 +406,7 @@ async def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> Non
         stderr=asyncio.subprocess.PIPE,
     )
     assert process.stderr is not None
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(2 * HANG_S):
         said = json.loads(await process.stderr.readline())
         assert (said["event"], said["lookup"]) == ("conductor listening", f"unix://{tmp_path}/s")
         async with httpx.AsyncClient() as http:
@@ -422,7 +422,7 @@ async def test_connections_that_ask_nothing_do_not_shut_it(monkeypatch: pytest.M
         host, _, port = server.url.partition("://")[2].rpartition(":")
         idle = [await asyncio.open_connection(host, int(port)) for _ in range(service.MAX_REQUESTS + 3)]
         assert (await http.get(server.url + "/livez")).status_code == 503
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             await asyncio.gather(*(reader.read() for reader, _ in idle))  # each is closed
         assert (await http.get(server.url + "/livez")).status_code == 200
         for _, writer in idle:

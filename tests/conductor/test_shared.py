@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import statistics
 import time
 from collections.abc import AsyncIterator
 
@@ -33,7 +34,7 @@ from kvroute.conductor.shared import (
 from kvroute.conductor.shared.messages import MAX_ENTRY_BYTES, MAX_KEYS, VERSION
 from kvroute.types import EngineKind, KeyMode, PromptKeys
 from tests.conductor.sharing import URL, Replica, prompt, sharing
-from tests.kit import until
+from tests.kit import HANG_S, until
 from tests.redis import RedisServer, redis_server
 
 OTHER_URL = "http://10.0.0.2:8000"
@@ -61,7 +62,7 @@ async def test_what_one_replica_routed_the_other_knows(server: RedisServer) -> N
     async with sharing(server, here, "a") as a, sharing(server, there, "b") as b:
         keys = prompt(40, seed=1)
         a.routed(URL, 100.0, keys)
-        assert await until(lambda: len(there.predicted) == 1, within_s=2) < 2
+        await until(lambda: len(there.predicted) == 1)
         assert there.predicted == [("its own name~7", keys)]
         byte_keys = PromptKeys(KeyMode.BYTES, [2**64 - 1, 0], 128, 300)
         a.routed(URL, None, byte_keys)
@@ -204,8 +205,9 @@ async def test_a_prediction_waits_for_its_worker_its_start_time_and_its_restart(
 # --- loads -------------------------------------------------------------------------------------
 
 
-async def test_loads_are_those_of_all_others(server: RedisServer) -> None:
+async def test_loads_are_those_of_all_others(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A herd at one replica is seen by the next, which must not fill the same engine."""
+    monkeypatch.setattr(state, "LOAD_TTL_S", 600)  # nothing ages out here
     one, two, three = Replica(), Replica(), Replica()
     async with (
         sharing(server, one, "a") as a,
@@ -223,7 +225,7 @@ async def test_loads_are_those_of_all_others(server: RedisServer) -> None:
         one.loads = {}
         await until(lambda: three.others[URL] == OthersLoad(1, 10))
         await b.stop()  # in order: the others know at once
-        await until(lambda: three.others == {URL: OthersLoad(), OTHER_URL: OthersLoad()}, within_s=2)
+        await until(lambda: three.others == {URL: OthersLoad(), OTHER_URL: OthersLoad()})
 
 
 async def test_the_load_of_a_dead_replica_ages_out(
@@ -236,7 +238,7 @@ async def test_the_load_of_a_dead_replica_ages_out(
         for task in a._tasks:  # as kill -9 would: no goodbye
             task.cancel()
         a._writer._works = False
-        assert await until(lambda: alive.others[URL] == OthersLoad(), within_s=2) > 0.2
+        assert await until(lambda: alive.others[URL] == OthersLoad()) > 0.2
         await until(lambda: b.stats.replicas == 0)
 
 
@@ -288,7 +290,7 @@ async def test_redis_is_killed_in_the_middle_of_traffic(server: RedisServer) -> 
     with capture_logs() as logs:
         async with sharing(server, one, "a") as a, sharing(server, two, "b") as b:
             await until(lambda: a.stats.connected and b.others_load(URL).requests == 3)
-            calls: list[float] = []
+            calls: dict[bool, list[float]] = {True: [], False: []}
             sent = 0
 
             async def traffic() -> None:
@@ -296,7 +298,7 @@ async def test_redis_is_killed_in_the_middle_of_traffic(server: RedisServer) -> 
                 while True:
                     started = time.perf_counter()
                     a.routed(URL, 100.0, prompt(4, seed=sent))
-                    calls.append(time.perf_counter() - started)
+                    calls[a.stats.connected].append(time.perf_counter() - started)
                     sent += 1
                     await asyncio.sleep(0.002)
 
@@ -313,7 +315,8 @@ async def test_redis_is_killed_in_the_middle_of_traffic(server: RedisServer) -> 
             await until(lambda: b.others_load(URL) == OthersLoad(3, 30))
             task.cancel()
             await until(lambda: a.stats.told + sum(a.stats.dropped.values()) == sent)
-            assert sorted(calls)[len(calls) // 2] < 0.001
+            waited_s = {connected: statistics.median(all_s) for connected, all_s in calls.items()}
+            assert waited_s[False] < 10 * waited_s[True], "nobody waits for what is not there"
             assert b.stats.lost[Lost.UNREACHABLE] > 0
     for event in ("shared state lost, on local knowledge now", "shared state connected"):
         assert sum(line["event"] == event for line in logs) == (2 if "lost" in event else 4)
@@ -356,7 +359,7 @@ async def test_without_redis_it_starts_and_stops_in_time() -> None:
     alone.decided(SharedWorker(OTHER_URL, Intent.SERVING))
     assert alone.others_load(URL) == OthersLoad()
     await alone.stop()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < HANG_S
     assert alone.stats.dropped == {Dropped.DISCONNECTED: 1}
     assert alone.stats.lost[Lost.UNREACHABLE] > 0
 

@@ -13,6 +13,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from kvroute.loadtests.mock_engine import MockFleet, MockOptions
+from tests.kit import HANG_S
 
 HELLO = [{"role": "user", "content": "Tell me something about prefix caches, at some length please."}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"properties": {"city": {}}}}}
@@ -26,7 +27,7 @@ async def fleet() -> AsyncIterator[MockFleet]:
 
 @pytest.fixture
 async def client(fleet: MockFleet) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=fleet.urls[0], verify=False, timeout=5) as client:
+    async with httpx.AsyncClient(base_url=fleet.urls[0], verify=False, timeout=HANG_S) as client:
         yield client
 
 

@@ -17,6 +17,7 @@ from kvroute.conductor.events.batches import Batch
 from kvroute.conductor.events.decode import decode
 from kvroute.loadtests.mock_engine import MockFleet, MockOptions
 from kvroute.loadtests.mock_engine.faults import Faults
+from tests.kit import HANG_S
 
 STORED_FIELDS = [
     "type",
@@ -60,7 +61,7 @@ class Subscriber:
 
     async def batch(self) -> tuple[int, list[dict[str, Any]]]:
         """The next batch: its seq and its events."""
-        topic, seq, payload = await asyncio.wait_for(self.sub.recv_multipart(), 2)
+        topic, seq, payload = await asyncio.wait_for(self.sub.recv_multipart(), HANG_S)
         assert topic.decode() == self.topic
         _, events, rank = msgspec.msgpack.decode(payload)
         assert rank == 0
@@ -75,7 +76,7 @@ class Subscriber:
             await dealer.send_multipart([b"", first.to_bytes(8, "big")])
             answers = []
             while True:
-                frames = await asyncio.wait_for(dealer.recv_multipart(), 2)
+                frames = await asyncio.wait_for(dealer.recv_multipart(), HANG_S)
                 answers.append(frames)
                 if frames[-2] == b"\xff" * 8:
                     return answers
@@ -217,7 +218,7 @@ async def test_event_faults_lose_repeat_swap_and_spoil_what_a_replay_has_whole()
             for number, faults in enumerate(script):
                 engine.faults = Faults(**faults)
                 await complete(fleet, chr(97 + number) * 64)
-            received = [await asyncio.wait_for(subscriber.sub.recv_multipart(), 2) for _ in range(7)]
+            received = [await asyncio.wait_for(subscriber.sub.recv_multipart(), HANG_S) for _ in range(7)]
             answers = await subscriber.replay(0)
     whole = [answer[2:] for answer in answers[:-1]]
     assert [int.from_bytes(seq, "big") for seq, _ in whole] == list(range(7))
@@ -243,7 +244,7 @@ async def test_older_shapes_say_the_same() -> None:
         async with MockFleet(options) as fleet:
             with await subscribed(fleet) as subscriber:
                 await complete(fleet, "a" * 64 * 3, model="ad1", cache_salt="s")
-                frames = await asyncio.wait_for(subscriber.sub.recv_multipart(), 2)
+                frames = await asyncio.wait_for(subscriber.sub.recv_multipart(), HANG_S)
         batch = decode(frames)
         assert isinstance(batch, Batch)
         told.append(batch.events)

@@ -13,6 +13,7 @@ import pytest
 from kvroute.loadtests.mock_engine import MockFleet, MockOptions
 from kvroute.loadtests.mock_engine.kv_hints import NO_HINTS, KvHints, read_hints
 from kvroute.loadtests.mock_engine.routes import truth
+from tests.kit import HANG_S
 
 BLOCK = 16
 PROMPT = list(range(100, 100 + 10 * BLOCK))
@@ -35,7 +36,7 @@ async def ask(
     fleet: MockFleet, engine: int, prompt: list[int], faults: str = "", **fields: Any
 ) -> httpx.Response:
     body = {"prompt": prompt, "max_tokens": 1, **fields}
-    async with httpx.AsyncClient(base_url=fleet.urls[engine], timeout=5, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=fleet.urls[engine], timeout=HANG_S, trust_env=False) as client:
         return await client.post("/v1/completions", json=body, headers={"x-mock-fault": faults})
 
 
@@ -121,7 +122,7 @@ async def test_a_pull_can_be_late_and_can_fail(fleet: MockFleet) -> None:
 
 
 async def test_the_truth_shows_hints_and_closed_sessions(fleet: MockFleet) -> None:
-    async with httpx.AsyncClient(base_url=fleet.urls[0], timeout=5, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=fleet.urls[0], timeout=HANG_S, trust_env=False) as client:
         await client.post("/v1/completions", json={"prompt": "a", "priority": 0, "session_id": "s"})
         assert (await client.post("/close_session", json={"session_id": "s"})).status_code == 200
         assert (await client.post("/close_session", json={"session": "s"})).status_code == 400

@@ -24,6 +24,7 @@ from kvroute.conductor.tiers.registry import WRITE_BACKS
 from kvroute.loadtests.mock_engine import MockFleet, MockOptions
 from kvroute.loadtests.mock_engine.block_keys import block_keys, root_key
 from kvroute.loadtests.mock_engine.engine import MockEngine
+from tests.kit import HANG_S
 
 
 async def batches_told(client: httpx.AsyncClient) -> list[list[bytes]]:
@@ -35,7 +36,7 @@ async def batches_told(client: httpx.AsyncClient) -> list[list[bytes]]:
         dealer.connect(source["replay_endpoint"])
         await dealer.send_multipart([b"", bytes(8)])
         while True:
-            frames = await asyncio.wait_for(dealer.recv_multipart(), 2)
+            frames = await asyncio.wait_for(dealer.recv_multipart(), HANG_S)
             if frames[-2] == b"\xff" * 8:
                 return batches
             batches.append(frames[-3:])

@@ -15,8 +15,8 @@ from typing import Any
 from kvroute.router.server import GatewayServer
 from tests.kit import Client, Engine, Received, Script, Wire, gateway, until
 
-PROMPTLY_S = 0.5
-"""Leaves a busy machine room, and is far from every time limit and pause in these tests."""
+PROMPTLY_S = 10.0
+"""Leaves a busy machine room, and is far below every time limit that a test waits for nobody to reach."""
 DONE = b"data: [DONE]\n\n"
 
 
@@ -104,7 +104,7 @@ class Lasting:
                 await wire.chunk(piece)
         self.begun.set()
         try:
-            await wire.eof(30)
+            await wire.eof(12 * PROMPTLY_S)
         finally:
             self.left.set()
 

@@ -85,7 +85,7 @@ async def test_a_reader_that_stops_is_cut_and_its_engine_freed() -> None:
         await client.send(CHAT, {"model": "m", "stream": True})
         await client.head()
         await script.stalled()
-        await until(lambda: not server.state.connections, within_s=1)
+        await until(lambda: not server.state.connections)
         await promptly(script.ended)
         assert server.metrics.disconnects.value("streaming") == 1
         client.abort()
@@ -140,7 +140,7 @@ async def test_a_reader_that_stops_after_the_engine_has_ended_is_cut(then: str) 
             await until(lambda count=before: len(engine.received) > count and connection._task is None)  # type: ignore[misc]
         if then != "nothing":
             await client.send(CHAT, b"{}", *(["Connection: close"] if then == "the last request" else []))
-        await until(lambda: not server.state.connections, within_s=2)
+        await until(lambda: not server.state.connections)
         client.abort()
 
 
@@ -156,7 +156,7 @@ async def test_a_reader_that_stops_with_the_next_response_waiting_is_cut() -> No
         engine.script = serve
         await client.send("/big", b"{}")
         await client.send(CHAT, {"model": "m"})
-        await until(lambda: not server.state.connections, within_s=3)
+        await until(lambda: not server.state.connections)
         client.abort()
 
 

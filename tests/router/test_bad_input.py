@@ -149,7 +149,7 @@ async def test_reading_on_after_a_refusal_has_an_end(monkeypatch: pytest.MonkeyP
         client = await Client.connect(server.url)
         client.writer.write(b"POST / HTTP/1.1\r\nContent-Length: 2000000\r\n\r\n")
         assert (await client.receive()).status == 413
-        await until(lambda: client.writer.write(b"x") is None and not server.state.connections, within_s=1)
+        await until(lambda: client.writer.write(b"x") is None and not server.state.connections)
         client.close()
 
 

@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from kvroute.router.server import GatewayServer
-from tests.kit import CHAT, Client, Engine, Received, Wire, until
+from tests.kit import CHAT, HANG_S, Client, Engine, Received, Wire, until
 from tests.router.edge import edge, send_reset
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
@@ -129,7 +129,7 @@ async def _run(policy: str) -> None:
     async with engines[0], engines[1], engines[2], edge(*engines, **options) as server:
         work = list(range(REQUESTS))
         seen: Counter[str] = Counter()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(2 * HANG_S):
             clients = [random.Random(chance.random()) for _ in range(CLIENTS)]
             await asyncio.gather(*(_client(server, each, work, seen) for each in clients))
         assert seen.total() == REQUESTS

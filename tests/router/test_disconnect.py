@@ -8,7 +8,7 @@ import pytest
 
 from kvroute.router.server import GatewayServer
 from tests.kit import CHAT, Client, Engine, Received, Wire, ask, until
-from tests.router.edge import EVENTS, Lasting, edge, first_chunk, handlers, promptly, stream
+from tests.router.edge import EVENTS, PROMPTLY_S, Lasting, edge, first_chunk, handlers, promptly, stream
 
 GONE = pytest.mark.parametrize("how", ["abort", "close"])
 
@@ -58,7 +58,7 @@ async def test_a_client_that_leaves_a_stream_that_flows() -> None:
     async def flow(_request: Received, wire: Wire) -> None:
         nonlocal sent
         await wire.start_stream()
-        watching = asyncio.ensure_future(wire.eof(30))
+        watching = asyncio.ensure_future(wire.eof(12 * PROMPTLY_S))
         while not watching.done():
             await wire.chunk(EVENTS[0])
             sent += 1

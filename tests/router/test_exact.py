@@ -17,7 +17,7 @@ from kvroute.conductor.events import EventSource
 from kvroute.loadtests.mock_engine import MockFleet, MockOptions
 from kvroute.router.gateway import PARSE_TOOLS_IN_THREAD_BYTES
 from kvroute.router.server import GatewayServer
-from tests.kit import Engine, fast_config, gateway, until
+from tests.kit import HANG_S, Engine, fast_config, gateway, until
 
 BLOCK = 16
 IDS = list(range(1000, 1300))
@@ -87,7 +87,7 @@ async def side(
     mock = MockOptions(**{"engines": engines, "speed": math.inf, "kv_events": True, **(options or {})})
     async with AsyncExitStack() as stack:
         fleet = fleet or await stack.enter_async_context(MockFleet(mock))
-        http = await stack.enter_async_context(httpx.AsyncClient(timeout=10))
+        http = await stack.enter_async_context(httpx.AsyncClient(timeout=HANG_S))
         given = {
             "policy": "prefix_affinity",
             "models": {"mock": {"source": "engine"}},
@@ -163,7 +163,7 @@ async def test_a_restarted_engine_holds_nothing() -> None:
         (engine,) = this.fleet.engines
         await engine.restart()
         index = this.server.knowledge.index
-        await until(lambda: index.entries == 0 and this.server.registry.usable and this.exact(), within_s=10)
+        await until(lambda: index.entries == 0 and this.server.registry.usable and this.exact())
         assert set((await this.confirmed("/v1/completions", body)).values()) == {0}
         await this.send("/v1/completions", body)
         await this.learned(body, 288)

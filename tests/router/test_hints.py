@@ -24,7 +24,7 @@ from kvroute.router.hints.pulling import first_byte_limit_s, kv_source
 from kvroute.router.metrics import Counter
 from kvroute.router.server import GatewayServer
 from kvroute.types import Candidate, Decision, EngineKind, Fleet, Prediction, Pull, RequestView, Worker
-from tests.kit import CHAT, Answer, Engine, Received, Wire, answer_ok, ask, gateway, until
+from tests.kit import CHAT, HANG_S, Answer, Engine, Received, Wire, answer_ok, ask, gateway, until
 from tests.router.edge import EVENTS, Lasting, edge, stream
 
 from .probed import member_of
@@ -386,7 +386,7 @@ class Withholding:
 
     async def __call__(self, request: Received, wire: Wire) -> None:
         if b"remote_kv_source" in request.body:
-            await wire.eof(10)
+            await wire.eof(2 * HANG_S)
             self.left.set()
         else:
             await stream(*EVENTS)(request, wire)
@@ -397,7 +397,7 @@ async def test_a_late_pull_is_cut_and_the_same_worker_asked_without_it() -> None
     async with pair(script) as (server, target, peer, hints):
         answer = await streamed(server)
         assert (answer.status, answer.body) == (200, b"".join(EVENTS))
-        await asyncio.wait_for(script.left.wait(), 1)
+        await asyncio.wait_for(script.left.wait(), HANG_S)
         assert [b"remote_kv_source" in got.body for got in target.received] == [True, False]
         assert target.received[1].body == body("hello", stream=True)
         assert target.received[1].header("x-request-id") == target.received[0].header("x-request-id")

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tests.kit import CHAT, Answer, Client, Engine, Received, Script, Wire, ask, gateway
-from tests.router.edge import EVENTS, Lasting, at_rest, edge, raw, send_reset, stream
+from tests.router.edge import EVENTS, Lasting, at_rest, edge, promptly, raw, send_reset, stream
 
 BODY = {"model": "m", "stream": True}
 DIED = "worker closed the connection in the middle of its response (200)"
@@ -101,7 +101,7 @@ async def test_malformed_chunks_after_the_first_byte() -> None:
         await wire.chunk(EVENTS[0])
         await asyncio.sleep(0.02)
         await wire.send(b"zz\r\n")
-        await wire.eof(5)
+        await wire.eof()
 
     async with Engine(script) as engine, edge(engine) as server:
         answer = await ask(server.url, CHAT, BODY)
@@ -117,7 +117,7 @@ async def test_a_stream_that_stalls_is_ended_by_the_clock(timeouts: dict[str, fl
         answer = await ask(server.url, CHAT, BODY)
         assert answer.complete
         assert (_last_event(answer)["code"], _last_event(answer)["type"]) == (code, "timeout_error")
-        await asyncio.wait_for(script.left.wait(), 1)
+        await promptly(script.left)
 
 
 @pytest.mark.parametrize("die", [stream(EVENTS[0], EVENTS[1], end=False), stream(b"data: half", end=False)])

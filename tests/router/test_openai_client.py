@@ -14,7 +14,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 
 from kvroute.router.server import GatewayServer
-from tests.kit import Engine, Received, Wire, gateway
+from tests.kit import HANG_S, Engine, Received, Wire, gateway
 
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hi"}]
 TOOLS: list[ChatCompletionToolParam] = [
@@ -25,7 +25,7 @@ USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 
 @contextlib.asynccontextmanager
 async def api(server: GatewayServer, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-    options = {"max_retries": 0, "timeout": 5, **options}
+    options = {"max_retries": 0, "timeout": HANG_S, **options}
     async with (
         httpx.AsyncClient(trust_env=False) as http,
         openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="k", http_client=http, **options) as client,
@@ -208,7 +208,7 @@ async def test_a_full_gateway_is_a_rate_limit_that_the_client_waits_out() -> Non
 
 async def test_a_silent_engine_is_a_timeout_on_either_side() -> None:
     async def silent(_request: Received, wire: Wire) -> None:
-        await wire.eof(10)
+        await wire.eof()
 
     async with (
         Engine(script=silent) as engine,

@@ -14,7 +14,7 @@ import pytest
 from kvroute.conductor.service import ConductorOptions, ConductorServer
 from kvroute.loadtests.mock_engine import MockFleet, MockOptions
 from kvroute.router.server import GatewayServer
-from tests.kit import fast_config, until
+from tests.kit import HANG_S, fast_config, until
 
 BODY = {"model": "mock", "prompt": list(range(1000, 1300)), "max_tokens": 1}
 
@@ -61,7 +61,7 @@ async def test_two_gateways_know_by_one_conductor_what_engines_confirmed(kind: s
     async with (
         MockFleet(MockOptions(engines=3, speed=math.inf, kv_events=True)) as fleet,
         conductor(lookup) as served,
-        httpx.AsyncClient(timeout=10) as http,
+        httpx.AsyncClient(timeout=HANG_S) as http,
     ):
         assert served.lookup_address is not None
         async with (
@@ -87,7 +87,7 @@ async def test_two_gateways_know_by_one_conductor_what_engines_confirmed(kind: s
 async def test_without_its_conductor_a_gateway_goes_by_what_it_routed() -> None:
     async with (
         MockFleet(MockOptions(engines=3, speed=math.inf, kv_events=True)) as fleet,
-        httpx.AsyncClient(timeout=10) as http,
+        httpx.AsyncClient(timeout=HANG_S) as http,
         conductor("tcp://127.0.0.1:0") as served,
     ):
         address = served.lookup_address

@@ -8,7 +8,7 @@ import itertools
 
 from kvroute.config_groups import WorkerConfig
 from kvroute.router.workers import State
-from tests.kit import CHAT, Client, Engine, Received, Wire, ask, gateway, until
+from tests.kit import CHAT, HANG_S, Client, Engine, Received, Wire, ask, gateway, until
 
 from .probed import Held, member_of
 
@@ -89,7 +89,7 @@ async def test_every_request_ends_while_workers_come_and_go() -> None:
             client.close()
 
         churning = asyncio.create_task(churn())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(2 * HANG_S):
             await asyncio.gather(*(send() for _ in range(16)))
         churning.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -123,7 +123,7 @@ async def test_every_request_is_answered_while_an_engine_dies_and_returns() -> N
                 await mortal.start()
 
         dying = asyncio.create_task(die_and_return())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(2 * HANG_S):
             await asyncio.gather(*(send() for _ in range(4)))
         dying.cancel()
         with contextlib.suppress(asyncio.CancelledError):

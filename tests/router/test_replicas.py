@@ -15,7 +15,7 @@ from kvroute.clock import monotonic
 from kvroute.config_groups import WorkerConfig
 from kvroute.router.request_view import parse_request
 from kvroute.router.server import GatewayServer
-from tests.kit import CHAT, Engine, ask, gateway, until
+from tests.kit import CHAT, HANG_S, Engine, ask, gateway, until
 from tests.redis import RedisServer, redis_server
 from tests.router.edge import EVENTS, Lasting, first_chunk
 
@@ -141,7 +141,7 @@ async def test_killing_redis_under_load_fails_no_request() -> None:
         before = len(statuses)
         await until(lambda: len(statuses) > before + 300)
         await redis.start()
-        await until(lambda: all(one.connected for one in stats), within_s=15)
+        await until(lambda: all(one.connected for one in stats))
         before = len(statuses)
         await until(lambda: len(statuses) > before + 100)
         stop.set()
@@ -179,7 +179,7 @@ async def test_a_redis_that_does_not_answer_does_not_hold_up_the_start() -> None
         started = time.monotonic()
         async with replica(redis, one) as server:
             assert (await ask(server.url, COMPLETIONS, {"model": "m", "prompt": PROMPT})).status == 200
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < HANG_S
             assert server.replicas is not None
             assert not server.replicas.state.stats.connected
             assert "kvroute_redis_connected 0.0" in server.metrics.render().decode()

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.kit import CHAT, Client, Engine, Received, Wire, ask
+from tests.kit import CHAT, HANG_S, Client, Engine, Received, Wire, ask
 from tests.router.edge import DONE, EVENTS, edge, event, first_chunk, resident_bytes, stream
 
 USAGE = {"prompt_tokens": 9, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 4}}
@@ -66,7 +66,7 @@ async def test_each_chunk_is_forwarded_before_the_engine_sends_the_next() -> Non
         await wire.start_stream()
         for piece in EVENTS:
             await wire.chunk(piece)
-            await asyncio.wait_for(seen.acquire(), 5)
+            await asyncio.wait_for(seen.acquire(), HANG_S)
         await wire.chunk(b"")
 
     async with Engine(script) as engine, edge(engine) as server:

@@ -14,7 +14,6 @@ from tests.kit import CHAT, Client, Engine, Received, Script, Wire, ask, until
 from tests.router.edge import EVENTS, PROMPTLY_S, Lasting, edge, first_chunk, promptly, raw
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-TICK_S = 0.1
 
 
 @contextlib.contextmanager
@@ -41,18 +40,19 @@ async def test_a_connect_that_is_not_answered() -> None:
                 started = time.monotonic()
                 answer = await ask(server.url, CHAT, b"{}")
                 assert (answer.status, answer.code) == (504, "connect_timeout")
-                assert 0.2 <= time.monotonic() - started < 0.2 + PROMPTLY_S
+                assert 0.2 <= time.monotonic() - started < PROMPTLY_S
 
 
 async def test_a_client_may_leave_while_its_worker_is_being_connected() -> None:
-    async with Engine() as engine, edge(engine, health={"interval_s": 60}) as server:
+    limits = {"connect_s": 60}
+    async with Engine() as engine, edge(engine, health={"interval_s": 60}, timeouts=limits) as server:
         await engine.stop()
         with deaf(engine.port):
             client = await Client.connect(server.url)
             await client.send(CHAT, b"{}")
             await until(lambda: sum(m.load.requests for m in server.registry.members.values()) == 1)
             client.abort()
-            await until(lambda: sum(m.load.requests for m in server.registry.members.values()) == 0, 1)
+            await until(lambda: sum(m.load.requests for m in server.registry.members.values()) == 0)
 
 
 async def test_a_connect_that_is_refused() -> None:
@@ -88,7 +88,7 @@ async def test_no_first_byte_in_time(
     async with Engine(script) as engine, edge(engine, timeouts=timeouts) as server:
         started = time.monotonic()
         answer = await ask(server.url, CHAT, {"model": "m", "stream": True})
-        assert 0.2 <= time.monotonic() - started < 0.2 + TICK_S + PROMPTLY_S
+        assert 0.2 <= time.monotonic() - started < PROMPTLY_S
         error = answer.json()["error"]
         assert (answer.status, error["code"], error["type"]) == (504, code, "timeout_error")
         assert error["message"] == message
@@ -100,7 +100,7 @@ async def test_no_first_byte_in_time(
 async def test_a_plain_body_that_stalls_is_broken_off() -> None:
     async def script(_request: Received, wire: Wire) -> None:
         await wire.send(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf")
-        await wire.eof(5)
+        await wire.eof()
 
     async with Engine(script) as engine, edge(engine, timeouts={"idle_s": 0.2}) as server:
         answer = await ask(server.url, CHAT, b"{}")
@@ -111,26 +111,25 @@ async def test_a_plain_body_that_stalls_is_broken_off() -> None:
 async def test_a_body_that_keeps_coming_is_not_idle() -> None:
     async def script(_request: Received, wire: Wire) -> None:
         await wire.start_stream()
-        for piece in EVENTS:
+        for piece in EVENTS * 5:
             await wire.chunk(piece)
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(0.05)
         await wire.chunk(b"")
 
-    async with Engine(script) as engine, edge(engine, timeouts={"idle_s": 0.4}) as server:
+    async with Engine(script) as engine, edge(engine, timeouts={"idle_s": 1.0}) as server:
         answer = await ask(server.url, CHAT, b"{}")
-        assert (answer.body, answer.complete) == (b"".join(EVENTS), True)
+        assert (answer.body, answer.complete) == (b"".join(EVENTS * 5), True)
 
 
 async def test_a_hung_engine_holds_up_only_its_own_requests() -> None:
     hung = Lasting()
     async with Engine(hung) as bad, Engine() as good, edge(bad, good) as server:
         asking = [asyncio.ensure_future(ask(server.url, CHAT, b"{}")) for _ in range(20)]
-        done, waiting = await asyncio.wait(asking, timeout=PROMPTLY_S)
+        await until(lambda: sum(task.done() for task in asking) == 10)
+        assert (await asyncio.wait_for(ask(server.url, "/livez", method="GET"), PROMPTLY_S)).status == 200
+        done, waiting = await asyncio.wait(asking, timeout=0)
         assert len(done) == len(good.received) == 10
         assert {task.result().status for task in done} == {200}
-        started = time.monotonic()
-        assert (await ask(server.url, "/livez", method="GET")).status == 200
-        assert time.monotonic() - started < PROMPTLY_S
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
@@ -146,7 +145,7 @@ async def test_a_request_that_does_not_arrive_in_time(part: bytes) -> None:
     async with Engine() as engine, edge(engine, timeouts={"request_s": 0.2}) as server:
         client = await Client.connect(server.url)
         client.writer.write(part)
-        answer = await asyncio.wait_for(client.receive(), 1)
+        answer = await asyncio.wait_for(client.receive(), PROMPTLY_S)
         assert (answer.status, answer.code) == (408, "request_timeout")
         assert answer.json()["error"]["message"] == "request did not arrive in 0.2 s"
         assert answer.header("connection") == "close"
@@ -165,7 +164,7 @@ async def test_dripping_bytes_does_not_extend_the_time_of_a_request() -> None:
             client.writer.write(b"x")
             await asyncio.wait([answering], timeout=0.05)
         assert answering.result().status == 408
-        assert time.monotonic() - started < 0.3 + TICK_S + PROMPTLY_S
+        assert 0.3 <= time.monotonic() - started < PROMPTLY_S
         client.close()
 
 
@@ -175,7 +174,7 @@ async def test_an_idle_connection_of_a_client_is_closed_without_a_word(requests:
         client = await Client.connect(server.url)
         for _ in range(requests):
             assert (await client.ask(CHAT, b"{}")).status == 200
-        assert await asyncio.wait_for(client.reader.read(), 1) == b""
+        assert await asyncio.wait_for(client.reader.read(), PROMPTLY_S) == b""
         client.close()
         await until(lambda: not server.state.connections)
 

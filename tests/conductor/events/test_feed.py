@@ -31,7 +31,7 @@ from kvroute.conductor.keys import Namespace, token_keys
 from kvroute.loadtests.mock_engine import MockFleet, MockOptions
 from kvroute.types import Trust
 from tests.conductor.events.wire import CLEARED, frames, stored
-from tests.kit import until
+from tests.kit import HANG_S, until
 
 MODEL = Namespace(model="m")
 END = [b"", b"", b"\xff" * 8, b""]
@@ -132,7 +132,7 @@ async def test_a_fresh_subscriber_knows_what_is_resident_before_anything_new_hap
         publisher.add()
     bench.feed.follow("w", [publisher.source], MODEL, min_block_tokens=4)
     assert bench.feed.trust("w") is Trust.APPROXIMATE
-    await asyncio.wait_for(bench.feed.settled("w"), 5)
+    await asyncio.wait_for(bench.feed.settled("w"), HANG_S)
     assert bench.tokens() == 20
     assert bench.feed.trust("w") is Trust.EXACT
     assert bench.seen == [("w", Trust.EXACT)]
@@ -172,7 +172,7 @@ async def test_an_event_missed_at_the_end_is_found_though_nothing_follows(
 
 async def test_garbage_is_counted_and_what_it_was_is_asked_for(bench: Bench, publisher: Publisher) -> None:
     bench.feed.follow("w", [publisher.source], MODEL, min_block_tokens=4)
-    await asyncio.wait_for(bench.feed.settled("w"), 5)
+    await asyncio.wait_for(bench.feed.settled("w"), HANG_S)
     publisher.add(send=False)
     for junk in ([b"only a topic"], [b"t", b"\0" * 8, b"\xc1\xc1"], [b"", b"1", b""], [b"a"] * 7):
         publisher.send(junk)
@@ -234,7 +234,7 @@ async def test_ranks_are_holders_of_their_own(bench: Bench, publisher: Publisher
     for _ in range(3):
         other.add()
     bench.feed.follow("w", [publisher.source, second], MODEL, min_block_tokens=4)
-    await asyncio.wait_for(bench.feed.settled("w"), 5)
+    await asyncio.wait_for(bench.feed.settled("w"), HANG_S)
     assert (bench.tokens(rank=0), bench.tokens(rank=9)) == (4, 12)
     await other.close()
     await until(lambda: bench.feed.trust("w") is Trust.APPROXIMATE)
@@ -246,7 +246,7 @@ async def test_ranks_are_holders_of_their_own(bench: Bench, publisher: Publisher
 async def test_an_index_with_a_flaw_is_nothing_to_go_on_from(bench: Bench, publisher: Publisher) -> None:
     publisher.add()
     bench.feed.follow("w", [publisher.source], MODEL, min_block_tokens=4)
-    await bench.reaches(1)
+    await until(lambda: bench.feed.trust("w") is Trust.EXACT)
     assert bench.feed.watermarks("w")[0].seq == 0
     publisher.add({"type": "BlockRemoved", "block_hashes": "no list"})
     await until(lambda: bench.feed.trust("w") is Trust.APPROXIMATE)
@@ -306,7 +306,7 @@ async def test_a_paused_worker_stands_still_and_catches_up(bench: Bench, publish
 async def test_answers_that_belie_the_index_lower_trust(bench: Bench, publisher: Publisher) -> None:
     publisher.add()
     bench.feed.follow("w", [publisher.source], MODEL, min_block_tokens=4)
-    await asyncio.wait_for(bench.feed.settled("w"), 5)
+    await asyncio.wait_for(bench.feed.settled("w"), HANG_S)
     for _ in range(20):
         bench.feed.observe("w", 400, 0, 1000)
     assert bench.feed.trust("w") is Trust.LOAD_ONLY
@@ -323,7 +323,7 @@ async def test_earlier_answers_say_nothing_of_an_engine_that_restarted(
 ) -> None:
     publisher.add()
     bench.feed.follow("w", [publisher.source], MODEL, min_block_tokens=4)
-    await asyncio.wait_for(bench.feed.settled("w"), 5)
+    await asyncio.wait_for(bench.feed.settled("w"), HANG_S)
     for _ in range(20):
         bench.feed.observe("w", 400, 0, 1000)
     assert bench.feed.trust("w") is Trust.LOAD_ONLY
@@ -360,7 +360,7 @@ async def test_a_worker_whose_events_are_of_another_namespace_is_not_believed_fo
     }[told]
     publisher.add(first)
     bench.feed.follow("w", [publisher.source], MODEL, min_block_tokens=4)
-    await asyncio.wait_for(bench.feed.settled("w"), 5)
+    await asyncio.wait_for(bench.feed.settled("w"), HANG_S)
     await until(lambda: bench.feed.trust("w") is Trust.EXACT)
     assert bench.health().held_blocks == 2
     keys = {4: token_keys(range(400), MODEL.root("ids"), 4)}
@@ -419,7 +419,7 @@ async def test_what_fell_between_the_connection_and_the_subscription_is_asked_fo
     bench = Bench(FeedLimits(verify_s=60.0))
     publisher.add()
     bench.feed.follow("w", [publisher.source], MODEL, min_block_tokens=4)
-    await asyncio.wait_for(bench.feed.settled("w"), 5)
+    await asyncio.wait_for(bench.feed.settled("w"), HANG_S)
     publisher.add(send=False)
     await bench.reaches(2)
     assert bench.health().counters["gaps"] == 0
@@ -532,10 +532,10 @@ def test_on_uvloop_through_a_restart_of_the_engine() -> None:
                 engine.events.source()["endpoint"], engine.events.source()["replay_endpoint"]
             )
             bench.feed.follow("w", [source], MODEL)
-            await asyncio.wait_for(bench.feed.settled("w"), 5)
+            await asyncio.wait_for(bench.feed.settled("w"), HANG_S)
             await engine.restart()
             await until(lambda: bench.health().counters["connections"] == 2)
-            await asyncio.wait_for(bench.feed.settled("w"), 5)
+            await asyncio.wait_for(bench.feed.settled("w"), HANG_S)
             assert bench.feed.trust("w") is Trust.EXACT
         await bench.feed.close()
         assert len(asyncio.all_tasks()) == 1
