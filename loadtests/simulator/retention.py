@@ -58,8 +58,8 @@ CONFIGURATIONS: Mapping[str, Memory] = {
     "bound: belady": Memory("belady"),
     "bound: endless": Memory("endless"),
 }
-"""What is compared; the first is the baseline. Sizes are multiples of the GPU's KV room; the router hears of the
-tiers by events unless it is said; it places requests as if there were no pulls.
+"""What is compared; the first is the baseline. Sizes are multiples of the GPU's KV room. The router hears of
+the tiers by events unless it is said, and places requests as if there were no pulls.
 """
 BASELINE, CLAIRVOYANT = "GPU: lru", "bound: belady"
 
@@ -167,11 +167,10 @@ def print_study(rows: Sequence[Row], console: Console) -> None:
             *[f"{100 * value:.1f}" for value in line.goodputs],
         )
     console.print(table, highlight=False)
-    first = rows[0]
     console.print(
-        f"goodput: TTFT within 2 s and TPOT within 25 ms, of all offered; mean of the cells; "
-        f"{first.seeds} seeds. Gap: from the baseline to the clairvoyant bound. TTFT and p99: geometric mean of the ratios "
-        "to the baseline.",
+        "goodput: TTFT within 2 s and TPOT within 25 ms, of all offered; mean of the cells; "
+        f"{rows[0].seeds} seeds. Gap: from the baseline to the clairvoyant bound. TTFT and p99: geometric "
+        "mean of the ratios to the baseline.",
         highlight=False,
     )
 
