@@ -165,12 +165,12 @@ def _tell(asked: Replay) -> Callable[[int, Named, Due], None]:
 def _show(asked: Replay, made: list[Row], played: list[list[Played]]) -> None:
     from rich.console import Console
 
-    from kvroute.loadtests.replay.outcome import TTFT_INCLUDES, notes
+    from kvroute.loadtests.replay.outcome import notes
     from kvroute.loadtests.results.table import print_results
 
     # A pipe or file has no width: long lines rather than figures folded into 80 columns.
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    said = [f"TTFT includes {TTFT_INCLUDES}", *asked.source.remarks]
+    said = list(asked.source.remarks)
     for target, rounds in zip(asked.targets, played, strict=True):
         said += notes(target.name, rounds) if rounds else [f"{target.name}: nothing was sent"]
     if made:
