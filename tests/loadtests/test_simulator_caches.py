@@ -104,7 +104,7 @@ def test_the_clairvoyant_keeps_what_comes_next() -> None:
     a, b, c = chain(1, 3), chain(2, 3), chain(3, 3)
     prompts = [a, b, c, a, b, a, c]
     assert Bench("lru", 8).run(prompts) == [0, 0, 0, 1, 1, 3, 1]
-    # c wants four, two are free: it takes from b, as a is next. Then a's last block goes after c's, and so on.
+    # c wants four blocks and two are free: it takes from b, as a comes next. And so on.
     assert Bench("belady", 8).run(prompts) == [0, 0, 0, 3, 1, 3, 1]
 
 
