@@ -8,9 +8,11 @@ decode  = max(1, -25.74 p^2 + 54.01 p + 5.74)            p = KV tokens of its de
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from kvroute.loadtests.mock_engine.scheduler import Scheduler
-from kvroute.loadtests.mock_engine.steps import Step
+from kvroute.loadtests.mock_engine.sequences import Phase, Sequence
+from kvroute.loadtests.mock_engine.steps import Outcome, Step
 from kvroute.loadtests.simulator.setting import Setting
 from kvroute.policies.costs.speeds import Speed
 
@@ -35,7 +37,39 @@ class MiniTimes:
 
 
 class MiniScheduler(Scheduler):
-    """Counts new tokens as the mocker does: chunks times the difference of two means in whole tokens."""
+    """What the mocker does otherwise: a block is shared as soon as its chunk is in a step, also with who is
+    let into the same one (as in vLLM); new tokens count as chunks times the difference of two means in whole
+    tokens.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._shared = Outcome()
+
+    def complete(self, step: Step) -> Outcome:
+        """The index hears of blocks when their step is over, as of any other's."""
+        outcome = super().complete(step)
+        outcome.stored = self._shared.stored + outcome.stored
+        self._shared = Outcome()
+        return outcome
+
+    def _grow(self, sequence: Sequence, tokens: int, victims: list[Sequence], step: Step) -> bool:
+        grown = super()._grow(sequence, tokens, victims, step)
+        if grown and sequence.phase is Phase.PREFILLING:
+            self._share(sequence, tokens)
+        return grown
+
+    def _take_room(self, sequence: Sequence, tokens: int | None, budget: int = 0) -> bool:
+        taken = super()._take_room(sequence, tokens, budget)
+        if taken:
+            self._share(sequence, min(sequence.known_tokens - sequence.computed_tokens, budget))
+        return taken
+
+    def _share(self, sequence: Sequence, tokens: int) -> None:
+        """Its next chunk is in the step."""
+        sequence.computed_tokens += tokens
+        self._publish(sequence, self._shared)
+        sequence.computed_tokens -= tokens
 
     def _mixed_s(self, step: Step, context: int) -> float:
         chunks = len(step.prefills)
