@@ -85,14 +85,14 @@ class SimulatedEngine:
         self.scheduler.abort(sequence)
 
     def fail(self) -> list[Sequence]:
-        """Gone, and all it held: whom it had. It takes nothing until `is_up` again, and begins empty."""
+        """Gone, and all it held: whom it had, the first first. It takes nothing until `is_up` again, and begins empty."""
         scheduler = self.scheduler
         lost = [
-            *scheduler.waiting,
-            *scheduler.loading,
-            *scheduler.receiving,
-            *scheduler.prefilling,
             *scheduler.decoding,
+            *scheduler.prefilling,
+            *scheduler.receiving,
+            *scheduler.loading,
+            *scheduler.waiting,
         ]
         for sequence in lost:
             scheduler.abort(sequence)
