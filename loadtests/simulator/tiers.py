@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 
 from kvroute.clock import Clock
 from kvroute.conductor.block_index import CPU, DISK, BlockIndex
@@ -136,17 +135,16 @@ class PulledTiers(TierStack):
 
 
 def tell_tiers(blocks: BlockIndex, slot: int, changes: Sequence[TierChange]) -> None:
-    """Tell the index what changed below a GPU; its hashes are the keys themselves."""
-    for medium in sorted({change.medium for change in changes}):
+    """Tell the index what changed below a GPU; its hashes are the keys themselves.
+
+    What came is told before what went: the index counts, so the order of the two makes no difference.
+    """
+    for medium, tier in _TIERS.items():
         mine = [change for change in changes if change.medium == medium]
-        stored = [change for change in mine if change.stored]
-        gone = [change for change in mine if not change.stored]
-        if len(stored) + len(gone) == len({change.key for change in mine}):
-            _store(blocks, slot, _TIERS[medium], stored)
-            _remove(blocks, slot, _TIERS[medium], gone)
-            continue
-        for is_stored, run in groupby(mine, lambda change: change.stored):  # something came and went
-            (_store if is_stored else _remove)(blocks, slot, _TIERS[medium], list(run))
+        _store(blocks, slot, tier, [change for change in mine if change.stored])
+        gone = [change.key for change in mine if not change.stored]
+        if gone:
+            blocks.remove(slot, tier, pack_keys(gone))
 
 
 def _store(blocks: BlockIndex, slot: int, tier: int, changes: list[TierChange]) -> None:
@@ -159,8 +157,3 @@ def _store(blocks: BlockIndex, slot: int, tier: int, changes: list[TierChange]) 
             packed = pack_keys([change.key for change in changes[start:end]])
             blocks.store(slot, tier, changes[start].parent, packed, packed)
             start = end
-
-
-def _remove(blocks: BlockIndex, slot: int, tier: int, changes: list[TierChange]) -> None:
-    if changes:
-        blocks.remove(slot, tier, pack_keys([change.key for change in changes]))

@@ -265,6 +265,7 @@ def changes(*made: tuple[int, int | None, bool]) -> list[TierChange]:
         (changes((2, 1, True), (1, None, True)), 2),  # leaves first, as they leave the GPU
         (changes((1, None, True), (2, 1, True), (2, 1, False)), 1),
         (changes((1, None, True), (1, None, False), (1, None, True)), 1),
+        (changes((1, None, True)) + changes((1, None, False), (1, None, True), (2, 1, True)), 2),
         (changes((1, None, True), (2, 1, True), (1, None, False), (2, 1, False)), 0),
     ],
 )
