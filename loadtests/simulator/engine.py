@@ -40,11 +40,6 @@ class Gaps:
         at = bisect_right(self._numbers, since)
         return self._seconds[at] if at < len(self._seconds) else 0.0
 
-    def forget(self) -> None:
-        """Nobody will ask about a step so far."""
-        self._numbers.clear()
-        self._seconds.clear()
-
 
 class SimulatedEngine:
     """Says when its step in progress ends; whoever drives it calls `complete` then, and `wake` after `submit`
@@ -85,7 +80,7 @@ class SimulatedEngine:
         self.scheduler.abort(sequence)
 
     def fail(self) -> list[Sequence]:
-        """Gone, and all it held: whom it had, the first first. It takes nothing until `is_up` again, and begins empty."""
+        """Gone with all it held: whom it had, in order. It takes nothing until `is_up` again."""
         scheduler = self.scheduler
         lost = [
             *scheduler.decoding,

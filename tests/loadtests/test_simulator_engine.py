@@ -11,7 +11,7 @@ from kvroute.loadtests.mock_engine.rows import row_s
 from kvroute.loadtests.mock_engine.scheduler import Scheduler
 from kvroute.loadtests.mock_engine.sequences import Sequence
 from kvroute.loadtests.mock_engine.steps import StepTimes
-from kvroute.loadtests.simulator.engine import SimulatedEngine
+from kvroute.loadtests.simulator.engine import Gaps, SimulatedEngine
 from kvroute.loadtests.simulator.mini import MiniScheduler, MiniTimes
 from kvroute.policies.costs.speeds import PRESETS
 
@@ -143,3 +143,15 @@ def test_a_cut_row_ends_with_the_step_in_progress() -> None:
     assert (row.count, row.duration_s) == (2, pytest.approx(first_s + second_s))
     scheduler.cut(row, 0.0)
     assert (row.count, row.duration_s) == (1, pytest.approx(first_s))
+
+
+def test_the_longest_step_since_any_other() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    source, gaps, steps = random.Random(seed), Gaps(), []
+    for _ in range(300):
+        steps.append(float(source.randrange(20)))
+        gaps.add(steps[-1])
+        since = source.randrange(len(steps) + 1)
+        assert gaps.longest_s(since) == max(steps[since:], default=0.0)
+    assert gaps.steps == 300

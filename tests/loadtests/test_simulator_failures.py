@@ -103,6 +103,11 @@ def test_a_worker_that_is_back_before_it_is_missed_is_empty_all_the_same() -> No
     assert policy.matched == [0, 512, 0, 0, 512]
 
 
+def test_the_index_forgets_a_worker_that_is_gone() -> None:
+    simulation, _ = run(fleet_of(2, Failure(0, 1.0)), First(), requests((0.0, 600, 2, (1, 2))))
+    assert simulation.index.entries == 0
+
+
 def test_events_sent_before_it_died_are_not_heard_after() -> None:
     setting = fleet_of(1, Failure(0, 1.0, 1.5), event_lag_s=2.0)
     simulation, _ = run(setting, First(), requests((0.5, 600, 2, (1, 2))))
@@ -161,6 +166,14 @@ def test_either_half_of_a_split_request_may_be_lost(dies: int, at_s: float) -> N
     sent_s = prefill_s(1000) if record.prefill == 0 and at_s == 0.2 else 0.0
     there_s = max(record.placed_s + alone_s, sent_s + travel_s if sent_s else 0.0) + travel_s
     assert record.first_s == pytest.approx(there_s + SPEED.decode_s(1, 999))
+
+
+def test_kv_that_waits_for_room_is_lost_with_its_prefill_worker() -> None:
+    """The second request's three blocks have no room beside the first's four until that has ended."""
+    setting = Setting(split=(2, 1), scale=1.0, kv_tokens=2048, handoff=LINK, failures=(Failure(0, 1.0),))
+    _, (one, two) = run(setting, First(), requests((0.0, 1500, 100, (1, 2)), (0.1, 1500, 2, (3, 4))))
+    assert one.end_s is not None
+    assert (two.prefill, two.retries, two.placed_s, two.failure) == (1, 1, one.end_s, None)
 
 
 @pytest.mark.parametrize("policy", ["ttft", "round_robin", "dynamo", "preble"])

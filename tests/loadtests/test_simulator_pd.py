@@ -101,6 +101,10 @@ def test_transfers_queue_on_the_way_out_and_on_the_way_in() -> None:
     assert out[0].first_s == pytest.approx(there_s + step_s)
     # The second comes while the first's only step runs: 13.4 ms later, a step being 10.8.
     assert out[1].first_s == pytest.approx(there_s + BLOCK_S + step_s)
+    one_by_two = Setting(split=(1, 2), scale=1.0, kv_tokens=100_000, handoff=LINK)
+    _, apart = run(one_by_two, Seen(), work)
+    assert [record.worker for record in apart] == [1, 2]
+    assert [record.first_s for record in apart] == [record.first_s for record in out]
     two_by_one = Setting(split=(2, 1), scale=1.0, kv_tokens=100_000, handoff=LINK)
     _, into = run(two_by_one, make_policy("round_robin", {}), work)
     alone_s = prefill_ms(512) / 1e3 + BLOCK_S + 0.002

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -90,6 +91,36 @@ def test_two_requests_worked_by_hand() -> None:
     assert second.first_s == first.end_s
     assert second.end_s == pytest.approx((begins_ms + both_ms + last_ms) / 1e3, abs=1e-7)
     assert (first.cached_tokens, second.cached_tokens) == (0, 512)
+    assert (first.longest_gap_s, second.longest_gap_s) == pytest.approx((both_ms / 1e3, last_ms / 1e3))
+    assert (first.start_s, second.start_s) == pytest.approx((0.0, begins_ms / 1e3))
+
+
+def test_what_is_measured_is_kept_and_nothing_else() -> None:
+    """Of requests that come one by one, as many are made as are inside."""
+    work = requests(*[(float(i), 1000, 3, (i,)) for i in range(20)])
+    made: list[int] = []
+    setting = Setting(workers=2, kv_tokens=100_000, token_overhead_s=0.001)
+    simulation = Simulation(setting, make_policy("round_robin", {}))
+
+    def coming() -> Iterator[Arrival]:
+        for number, arrival in enumerate(work):
+            assert simulation.now_s == max(number - 1, 0)
+            made.append(number)
+            yield arrival
+
+    measured = simulation.measure(coming())
+    assert len(made) == 20
+    _, records = run(setting, make_policy("round_robin", {}), work)
+    assert measured == [record.measured(simulation.names, 0.001) for record in records]
+    one, record = measured[3], records[3]
+    assert record.end_s is not None
+    assert record.first_s is not None
+    assert (one.arrival_s, one.prompt_tokens, one.output_tokens) == (3.0, 1000, 3)
+    assert (one.worker, one.prefill_worker, one.retries) == ("w1", "w1", 0)
+    assert (one.sent_s, one.start_s, one.first_s) == (3.0, 3.0, record.first_s)
+    assert one.end_s == record.end_s + 2 * 0.001
+    assert one.longest_gap_s == record.longest_gap_s + 0.001
+    assert one.predicted_ttft_s == pytest.approx(record.first_s - 3.0)
 
 
 def test_who_comes_at_the_same_moment_runs_in_the_same_step() -> None:
