@@ -48,6 +48,9 @@ def test_rows_are_sorted_stably_and_cut() -> None:
     packed = Rows(Row(at_s, number, 1, (number,)) for number, at_s in enumerate((2.0, 1.0, 2.0, 1.0, 3.0), 1))
     assert packed.sort() == 2
     assert [row.input_tokens for row in packed] == [2, 4, 1, 3, 5]
+    many = Rows(Row(float(number % 2), 1, 1, (number,)) for number in range(1000))
+    assert many.sort() == 499
+    assert [row.block_ids[0] for row in many] == [*range(0, 1000, 2), *range(1, 1000, 2)]
     packed.shift(1.0)
     assert [row.arrival_s for row in packed] == [0.0, 0.0, 1.0, 1.0, 2.0]
     packed.sort(keep=3)
