@@ -241,7 +241,7 @@ class Dispatcher:
         keys: PromptKeys | None = None
         if prompt.sets:
             matches = self._knowledge.match(prompt, eligible)
-            held_blocks = _HeldBlocks(self._knowledge.index, eligible.ids)
+            held_blocks = HeldBlocks(self._knowledge.index, eligible.ids)
             if self._needs_active_keys:
                 keys = next(iter(prompt.sets[0].values()))
         return Fleet(
@@ -399,7 +399,7 @@ def _index_of(worker: Worker, fleet: Fleet) -> int:
     return -1
 
 
-class _HeldBlocks(Sequence[int]):
+class HeldBlocks(Sequence[int]):
     """`Fleet.held_blocks`, counted only for those that are looked at."""
 
     __slots__ = ("_ids", "_index")

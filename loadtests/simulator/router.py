@@ -25,6 +25,7 @@ from kvroute.policies.costs.rates import Rate
 from kvroute.policies.holding import HoldQueue, Ticket
 from kvroute.policies.pairing import roomiest
 from kvroute.policies.predicting import expect
+from kvroute.router.dispatch import HeldBlocks
 from kvroute.types import (
     NO_MATCH,
     Candidate,
@@ -205,7 +206,7 @@ class Router(Generic[T]):
         held_blocks: Sequence[int] = ()
         if self._needs_prefix:
             matches = self._index.match({keys.block_tokens: keys}, ids)
-            held_blocks = [self._index.held_blocks(id_) for id_ in ids]
+            held_blocks = HeldBlocks(self._index, ids)
         shows_keys = self._needs_active_keys
         return Fleet(
             now_s,
