@@ -7,6 +7,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvroute.loadtests.report.drawing import INK, TIERS, Picture, colour, new_figure, plain_logs, short
 from kvroute.loadtests.report.groups import Cell, Entry
@@ -19,6 +20,7 @@ TIER_ORDER = ("gpu", "cpu", "disk", "peer")
 TIER_NAMES = {"gpu": "GPU", "cpu": "CPU"}
 DRAWN_POINTS = 150
 MAX_PANELS = 12
+Floats = NDArray[np.float64]
 
 
 def tiers(cell: Cell) -> list[str]:
@@ -78,12 +80,6 @@ class Error:
     bias_ms: float
     """Mean of predicted - actual."""
 
-    def __str__(self) -> str:
-        return (
-            f"median {100 * self.median_share:.0f} %, 90 % within {self.p90_ms:.0f} ms, "
-            f"mean {self.bias_ms:+.0f} ms, {self.pairs} requests"
-        )
-
 
 def prediction_error(row: Row) -> Error | None:
     """None without predictions."""
@@ -97,7 +93,7 @@ def prediction_error(row: Row) -> Error | None:
     )
 
 
-def _pairs(row: Row) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+def _pairs(row: Row) -> Floats:
     """Predicted and actual, ms; those of failures are left out."""
     found = [
         (predicted, actual)
@@ -107,33 +103,47 @@ def _pairs(row: Row) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
     return np.array(found, dtype=np.float64).reshape(-1, 2)
 
 
+def _dots(axes: Axes, xs: Floats, ys: Floats, paint: str) -> None:
+    """As one path of lines with no length and round ends: a tenth of the size of as many markers."""
+    gaps = np.full(len(xs), np.nan)
+    across, up = (np.stack([values, values, gaps], axis=1).ravel() for values in (xs, ys))
+    (line,) = axes.plot(across, up, color=paint, linewidth=3, solid_capstyle="round", alpha=0.7)
+    line.get_path().should_simplify = False  # that drops lines with no length
+
+
 def prediction_picture(cell: Cell, name: str) -> Picture | None:
     """A panel per policy that predicts; None where none does."""
     found = [(entry, _pairs(entry.row) / 1e3) for entry in cell.entries]
     drawn = [(entry, pairs) for entry, pairs in found if len(pairs)][:MAX_PANELS]
     if not drawn:
         return None
-    figure, panels = new_figure(0.3 + 2.5 * len(drawn), len(drawn), sharex=True, sharey=True)
+    columns = 1 if len(drawn) == 1 else 2
+    lines = -(-len(drawn) // columns)
+    figure, panels = new_figure(0.3 + 3.0 / columns**0.7 * lines, lines, columns, sharex=True, sharey=True)
     ends = np.concatenate([pairs.ravel() for _, pairs in drawn])
     least, most = max(float(ends.min()), float(ends.max()) / 1e4, 1e-4), float(ends.max())
-    for axes, (entry, pairs) in zip(panels, drawn, strict=True):
+    for axes, (entry, pairs) in zip(panels, drawn, strict=False):
         few = np.clip(pairs[:: -(-len(pairs) // DRAWN_POINTS)], least, None)
         axes.plot((least, most), (least, most), color=INK, linewidth=1, linestyle=":")
-        # One path of dots that are round ends of lines: a tenth of the size of as many markers.
-        xs = np.stack([few[:, 1], few[:, 1], np.full(len(few), np.nan)], axis=1).ravel()
-        ys = np.stack([few[:, 0], few[:, 0], np.full(len(few), np.nan)], axis=1).ravel()
-        (dots,) = axes.plot(xs, ys, color=colour(entry.style), linewidth=3, solid_capstyle="round", alpha=0.7)
-        dots.get_path().should_simplify = False
-        axes.set_title(short(entry.label), loc="left")
-        axes.set(xscale="log", yscale="log", ylabel="predicted, s")
+        _dots(axes, few[:, 1], few[:, 0], colour(entry.style))
+        error = prediction_error(entry.row)
+        share = "" if error is None else f": {100 * error.median_share:.0f} %"
+        axes.set_title(short(entry.label, 30 // columns) + share, loc="left")
+        axes.set(xscale="log", yscale="log")
         plain_logs(axes.xaxis)
         plain_logs(axes.yaxis)
-    panels[-1].set_xlabel("actual, s")
+    for axes in panels[len(drawn) :]:
+        axes.set_axis_off()
+    for axes in panels[: len(drawn) : columns]:
+        axes.set_ylabel("predicted, s")
+    for axes in panels[: len(drawn)][-columns:]:
+        axes.set_xlabel("actual, s")
+        axes.tick_params(labelbottom=True)
     return Picture(
         f"{name}-predicted",
         f"Predicted against actual TTFT: {cell.title}",
-        " ".join(f"{entry.label}: {prediction_error(entry.row)}." for entry, _ in drawn)
-        + " From the choice of a worker to the first token, one seed. On the dotted line it is right.",
+        "From the choice of a worker to the first token, one seed. A prediction on the dotted line is right. "
+        "Beside the name, the median error; more in the table.",
         figure,
         by_policy=False,
     )

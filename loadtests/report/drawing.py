@@ -106,15 +106,14 @@ def style(**more: Any) -> Iterator[None]:
 
 
 def new_figure(
-    height_in: float, rows: int = 1, width_in: float = WIDTH_IN, **sharing: Any
+    height_in: float, rows: int = 1, columns: int = 1, width_in: float = WIDTH_IN, **sharing: Any
 ) -> tuple[Figure, list[Axes]]:
-    """Axes one below the other."""
+    """Axes row by row."""
     # `Figure` instead of pyplot: no global state and no display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width_in, height_in), layout="constrained")
-    axes = figure.subplots(rows, 1, squeeze=False, **sharing)
-    return figure, list(axes[:, 0])
+    return figure, list(figure.subplots(rows, columns, squeeze=False, **sharing).flat)
 
 
 def to_png(picture: Picture, legend: Iterable[tuple[str, int]]) -> bytes:

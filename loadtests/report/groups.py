@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from kvroute.loadtests.results.rows import Row
 
+UNKNOWN_FLEET = "unknown"
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -46,13 +48,14 @@ class Group:
     """One fleet on one trace, measured in one way; cells by rising speed."""
 
     trace: str
-    workers: int | str
+    workers: str
     source: str
     cells: tuple[Cell, ...] = field(default=())
 
     @property
     def title(self) -> str:
-        return f"{self.trace}, {self.workers} workers, {self.source}"
+        workers = "workers unknown" if self.workers == UNKNOWN_FLEET else f"{self.workers} workers"
+        return f"{self.trace}, {workers}, {self.source}"
 
     @property
     def labels(self) -> dict[str, int]:
@@ -66,20 +69,26 @@ def group(rows: Sequence[Row]) -> list[Group]:
     labelled = _labels(rows)
     styles = {label: place for place, label in enumerate(dict.fromkeys(labelled))}
     found: dict[tuple[str, str, str], dict[float, list[Entry]]] = {}
-    first: dict[tuple[str, str, str], Row] = {}
     for label, row in zip(labelled, rows, strict=True):
-        key = (row.trace, str(row.workers), row.source)
-        first.setdefault(key, row)
+        key = (row.trace, _fleet(row, rows), row.source)
         found.setdefault(key, {}).setdefault(row.speed, []).append(Entry(label, styles[label], row))
     return [
         Group(
-            first[key].trace,
-            first[key].workers,
-            first[key].source,
+            *key,
             tuple(Cell(speed, tuple(cells[speed])) for speed in sorted(cells)),
         )
         for key, cells in found.items()
     ]
+
+
+def _fleet(row: Row, rows: Sequence[Row]) -> str:
+    """Its workers; where nobody told them, those of the only fleet that it can be."""
+    if row.workers != UNKNOWN_FLEET:
+        return str(row.workers)
+    others = {str(one.workers) for one in rows if (one.trace, one.source) == (row.trace, row.source)} - {
+        UNKNOWN_FLEET
+    }
+    return others.pop() if len(others) == 1 else UNKNOWN_FLEET
 
 
 def _labels(rows: Sequence[Row]) -> list[str]:
@@ -89,7 +98,7 @@ def _labels(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         options = ", ".join(f"{name}={value}" for name, value in sorted(row.options.items()))
         label = f"{row.policy} ({options})" if options else row.policy
-        place = (row.trace, str(row.workers), row.source, row.speed, label)
+        place = (row.trace, _fleet(row, rows), row.source, row.speed, label)
         seen[place] += 1
         labels.append(label if seen[place] == 1 else f"{label} #{seen[place]}")
     return labels

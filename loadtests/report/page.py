@@ -14,9 +14,10 @@ from kvroute import __version__
 from kvroute.loadtests.report.bars import hit_picture, prediction_picture
 from kvroute.loadtests.report.curves import distribution_pictures, goodput_pictures
 from kvroute.loadtests.report.drawing import DARK, LIGHT, Picture, style, swatches, to_png, to_svg
+from kvroute.loadtests.report.facts import facts
 from kvroute.loadtests.report.groups import Cell, Entry, Group, group
 from kvroute.loadtests.report.reading import ranked, read_cell, read_group
-from kvroute.loadtests.report.tables import Table, facts, tables
+from kvroute.loadtests.report.tables import Table, tables
 from kvroute.loadtests.report.timelines import gantt_picture, load_picture
 from kvroute.loadtests.results.files import ResultsError
 from kvroute.loadtests.results.rows import Row

@@ -1,23 +1,16 @@
-"""The figures of a cell as tables, with their intervals; and what a group was measured with."""
+"""The figures of a cell as tables, with their intervals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvroute.loadtests.report.bars import TIER_NAMES, prediction_error, tiers
-from kvroute.loadtests.report.groups import Cell, Entry, Group
+from kvroute.loadtests.report.groups import Cell, Entry
 from kvroute.loadtests.results.rows import Row, Spread
 
 UNKNOWN = "n/a"
 INFINITE = "∞"
-
-TTFT_INCLUDES = {
-    "simulated": "time held, queue and prefill, and where there are any, loading from lower tiers and the "
-    "handoff from prefill to decode. No network, tokenising or lookup.",
-    "live": "everything from the moment a request was due: lateness of the sender, network, the router "
-    "with its tokenising, lookup and held time, the engine’s queue, KV transfer and prefill.",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +59,11 @@ def value(row: Row, column: Column) -> Value:
     figure, bounds = row.figure(column.figure), row.ci95.get(column.figure)
     if figure is None:
         return Value(INFINITE if _infinite(row, column.figure) else UNKNOWN)
-    return Value(
-        _shown(figure, column),
-        "" if bounds is None else f"{_shown(bounds[0], column)} – {_shown(bounds[1], column)}",
-    )
+    shown = _shown(figure, column)
+    if bounds is None:
+        return Value(shown)
+    low, high = (_shown(bound, column) for bound in bounds)
+    return Value(shown, "" if low == high else f"{low} – {high}")
 
 
 def _infinite(row: Row, figure: str) -> bool:
@@ -213,53 +207,3 @@ def _signed(figure: float, column: Column) -> str:
     shown = _shown(abs(figure), column)
     sign = "" if not shown.strip("0.") else "−" if figure < 0 else "+"
     return f"{sign}{shown}"
-
-
-def facts(group: Group) -> list[tuple[str, list[str]]]:
-    """What the group was measured with: a title and its values."""
-    rows = [entry.row for cell in group.cells for entry in cell.entries]
-    includes = TTFT_INCLUDES.get(group.source, f"not known of a source called {group.source}")
-    made = [
-        ("TTFT includes", [includes]),
-        ("Seeds", _distinct(rows, lambda row: f"{row.seeds}")),
-        ("Requests that count, per seed", _distinct(rows, _offered)),
-        ("Warm-up, not counted", _distinct(rows, lambda row: _warm_up(row.warm_up))),
-        ("Limits of goodput", _distinct(rows, _limits)),
-        ("Little’s law not claimed", sorted({row.little_reason for row in rows if row.little_reason})),
-        ("Command", _distinct(rows, lambda row: _text(row.setting.get("command")))),
-        *_setting(rows),
-    ]
-    return [(title, values) for title, values in made if values]
-
-
-def _distinct(rows: Sequence[Row], told: Callable[[Row], str | None]) -> list[str]:
-    return list(dict.fromkeys(told(row) or "not recorded" for row in rows))
-
-
-def _offered(row: Row) -> str | None:
-    return None if row.offered is None else f"{row.offered:.0f}"
-
-
-def _warm_up(share: float | None) -> str | None:
-    return None if share is None else f"the first {100 * share:g} % of the requests"
-
-
-def _limits(row: Row) -> str | None:
-    limits = row.limits
-    return None if limits is None else f"TTFT {limits.ttft_s:g} s, TPOT {1e3 * limits.tpot_s:g} ms"
-
-
-def _text(value: object) -> str | None:
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    return None if value is None else str(value)
-
-
-def _setting(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
-    """In the words of the results, since what is in it differs by source."""
-    found: dict[str, dict[str, None]] = {}
-    for row in rows:
-        for name, value in row.setting.items():
-            if name != "command":
-                found.setdefault(name, {})[_text(value) or "none"] = None
-    return [(name, list(values)) for name, values in found.items()]

@@ -67,6 +67,7 @@ def row(
         **{"peak_to_mean": 2.4 - skill, "decision_us": 20.0 + rank, "little": 1.0003, "warm_up": 0.1},
         "limits": {"ttft_s": 2.0, "tpot_s": 0.025},
         "setting": {
+            "ttft_includes": "time held, queueing and prefill",
             "command": f"kvroute simulate --trace {trace}.jsonl --policy a,b --seeds {seeds}",
             **{"preset": "qwen3-32b-h200-tp2", "block_tokens": 512, "kv_tokens": 750000},
         },
@@ -75,7 +76,7 @@ def row(
             "itl_ms": _quantiles(itl),
             "load": _load(source, speed, skill, workers),
             "gantt": _gantt(source, workers),
-            "predicted_ms": _predicted(source, ttft) if policy in ("ttft", "mooncake") else [],
+            "predicted_ms": _predicted(source, ttft),
         },
     }
     figures = dict(_figures(made))
