@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -135,6 +136,18 @@ def to_html(report: Report) -> str:
         swatches=Markup(swatches(report.policies.values())),
         svg=lambda picture: Markup(to_svg(picture)),
     )
+
+
+def check_places(out: Path, png_folder: Path | None) -> None:
+    """Before anything is drawn, which takes time: ResultsError if nothing could be written there."""
+    if out.is_dir():
+        raise ResultsError(f"--out: {out} is a directory; the path of a file is expected")
+    place = out if out.exists() else out.parent
+    if not os.access(place, os.W_OK):
+        what = "cannot be written" if place.exists() else "does not exist"
+        raise ResultsError(f"--out: {out}: {place} {what}; the path of a file is expected")
+    if png_folder is not None and png_folder.exists() and not png_folder.is_dir():
+        raise ResultsError(f"--png: {png_folder} is no directory; a folder, new or not, is expected")
 
 
 def write_report(report: Report, out: Path, png_folder: Path | None = None) -> int:

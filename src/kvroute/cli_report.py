@@ -18,10 +18,11 @@ def report(
     ] = None,
 ) -> None:
     """Simulated and live results as one HTML page: what they say, tables and figures."""
-    from kvroute.loadtests.report.page import make_report, write_report
+    from kvroute.loadtests.report.page import check_places, make_report, write_report
     from kvroute.loadtests.results.files import ResultsError, read_results
 
     try:
+        check_places(out, png)
         made = make_report(read_results(results), [path.name for path in results])
         figures = write_report(made, out, png)
     except ResultsError as error:

@@ -15,7 +15,8 @@ import typer
 from typer.testing import CliRunner
 
 from kvroute.cli_report import report
-from kvroute.loadtests.report.page import MAX_DRAWN_CELLS, Report, make_report, to_html, write_report
+from kvroute.loadtests.report import page as page_module
+from kvroute.loadtests.report.page import Report, make_report, to_html, write_report
 from kvroute.loadtests.results.files import ResultsError
 from kvroute.loadtests.results.rows import Row
 from tests.loadtests.report_rows import rows
@@ -237,13 +238,19 @@ def test_the_same_cell_twice_is_shown_twice() -> None:
     assert [entry.label for entry in part.cells[0].cell.entries] == ["a", "a #2"]
 
 
-def test_a_report_is_bounded() -> None:
+def test_a_report_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ResultsError, match="1001 rows of results; a report takes at most 1000"):
         made([bare()] * 1001)
-    many = made([bare(speed=1.0 + speed, hit_by_tier={"gpu": 0.1}) for speed in range(MAX_DRAWN_CELLS + 2)])
-    assert len(many.groups[0].cells) == MAX_DRAWN_CELLS + 2
-    assert sum(bool(cell.pictures) for cell in many.groups[0].cells) == MAX_DRAWN_CELLS
-    assert many.undrawn_cells == 2
+    monkeypatch.setattr(page_module, "MAX_DRAWN_CELLS", 2)
+    cells = [
+        bare(speed=speed, trace=trace, hit_by_tier={"gpu": 0.1})
+        for trace in "ab"
+        for speed in (1.0, 2.0, 3.0)
+    ]
+    many = made(cells)
+    drawn = [[bool(cell.pictures) for cell in part.cells] for part in many.groups]
+    assert drawn == [[True, True, False], [False] * 3]
+    assert many.undrawn_cells == 4
 
 
 @pytest.mark.soak
@@ -299,12 +306,19 @@ def test_bad_results_are_named(tmp_path: Path, content: str | None, problem: str
 def test_where_nothing_can_be_written_is_named(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     path.write_text(json.dumps([bare()]), encoding="utf-8")
-    code, _, err = run(str(path), "--out", str(tmp_path))
-    assert (code, err) == (2, f"kvroute: --out: {tmp_path}: Is a directory; it was not written\n")
+    assert run(str(path), "--out", str(tmp_path)) == (
+        *(2, ""),
+        f"kvroute: --out: {tmp_path} is a directory; the path of a file is expected\n",
+    )
     missing = tmp_path / "no" / "report.html"
-    assert run(str(path), "--out", str(missing))[2].startswith(f"kvroute: --out: {missing}: No such file")
+    assert run(str(path), "--out", str(missing))[2] == (
+        f"kvroute: --out: {missing}: {missing.parent} does not exist; the path of a file is expected\n"
+    )
     code, _, err = run(str(path), "--out", str(tmp_path / "report.html"), "--png", str(path))
-    assert (code, err) == (2, f"kvroute: --png: {path}: File exists; a folder is expected\n")
+    assert (code, err) == (2, f"kvroute: --png: {path} is no directory; a folder, new or not, is expected\n")
+    assert not (tmp_path / "report.html").exists()
+    code, _, err = run(str(path), "--out", "/dev/full")
+    assert (code, err) == (2, "kvroute: --out: /dev/full: No space left on device; it was not written\n")
 
 
 def test_nothing_to_draw_is_a_page_too(tmp_path: Path) -> None:
