@@ -7,7 +7,7 @@ queue that of `Waiting`. Nothing here knows of the simulator but through the clo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -187,15 +187,16 @@ class Router(Generic[T]):
         return self._charge(ask, members, fleet, decision, at, decode_at)
 
     def _members_without(self, tried: Sequence[int]) -> _Members:
+        """Tuples for the standing fleet, by whose identity much is kept; lists for a retry's."""
+        as_many: type[tuple[Any, ...]] | type[list[Any]] = list if tried else tuple
         everyone = [i for i, usable in enumerate(self._is_usable) if usable and i not in tried]
-        prefillers = sum([self.workers[i].role is not Role.DECODE for i in everyone])
         return _Members(
             everyone,
-            [self.workers[i] for i in everyone],
-            [self.loads[i] for i in everyone],
-            [self.paces[i] for i in everyone],
-            tuple([self.workers[i].id for i in everyone]),
-            prefillers,
+            as_many([self.workers[i] for i in everyone]),
+            as_many([self.loads[i] for i in everyone]),
+            as_many([self.paces[i] for i in everyone]),
+            as_many([self.workers[i].id for i in everyone]),
+            sum([self.workers[i].role is not Role.DECODE for i in everyone]),
         )
 
     def _fleet(
