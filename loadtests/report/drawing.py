@@ -144,8 +144,8 @@ def to_svg(picture: Picture) -> str:
 def _inline(svg: str, name: str) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<style.*?</style>", "", svg, flags=re.DOTALL)
-    # HTML knows the namespaces by itself.
-    svg = re.sub(r'\s(xmlns(:\w+)?|version)="[^"]*"', "", svg).replace("xlink:href", "href")
+    svg = svg.replace("xlink:href", "href")
+    # Without its namespaces, which HTML knows by itself, and its size, which is up to the page.
     svg = re.sub(r'<svg[^>]*viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">', svg, count=1)
     svg = _with_own_ids(svg, sha1(name.encode(), usedforsecurity=False).hexdigest()[:8])
     svg = re.sub(r'(?<= d=")[^"]*', lambda path: _rounded(path.group()), svg)
