@@ -254,7 +254,7 @@ def test_object_keys_from_bytes_written_by_hand() -> None:
     assert named.hexdigest() == OBJECT
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(namespaces(), st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(0, 2**64 - 1))
 def test_object_keys_agree_with_an_encoder_of_their_own(
     namespace: Namespace, ids: list[int], shard: int
@@ -285,7 +285,7 @@ def test_a_later_field_would_change_no_key() -> None:
     assert Namespace().canonical() == {}
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60)
 @given(namespaces(), st.data())
 def test_any_one_field_changes_root_and_object_key(namespace: Namespace, data: st.DataObject) -> None:
     names = [field.name for field in fields(Namespace)]
@@ -299,7 +299,7 @@ def test_any_one_field_changes_root_and_object_key(namespace: Namespace, data: s
     assert (prefix_digests([1], namespace, 1) == prefix_digests([1], other, 1)) == same
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100)
 @given(namespaces(), namespaces())
 def test_no_two_namespaces_meet(one: Namespace, two: Namespace) -> None:
     """Small alphabets of tags and lengths, so that texts try to pose as the encoding around them."""

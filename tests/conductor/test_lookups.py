@@ -312,7 +312,7 @@ REQUESTS = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None, print_blob=True)
+@settings(max_examples=40)
 @given(
     requests=st.lists(REQUESTS, max_size=12),
     noise=st.binary(max_size=30),

@@ -483,7 +483,7 @@ VALID: dict[str, dict[str, Any]] = {
 }
 
 
-@settings(max_examples=40, deadline=None, print_blob=True)
+@settings(max_examples=25)
 @given(
     path=st.sampled_from(PATHS),
     changes=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3),

@@ -131,7 +131,7 @@ def test_the_bytes_of_a_message_are_fixed() -> None:
     assert Reader(RoutedBatch).read({VERSION: longer}) == batch
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(
     st.sampled_from([RoutedBatch, LoadReport, Decisions]),
     st.one_of(

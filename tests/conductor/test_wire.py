@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.conductor import wire
@@ -41,7 +41,6 @@ def test_both_sides_bound_the_messages_of_a_frame() -> None:
 FRAMES = st.lists(st.binary(max_size=200), max_size=6)
 
 
-@settings(max_examples=50, deadline=None)
 @given(bodies=FRAMES, cuts=st.lists(st.integers(1, 50), max_size=20))
 def test_frames_are_the_same_however_they_are_cut(bodies: list[bytes], cuts: list[int]) -> None:
     stream = b"".join(map(framed, bodies))

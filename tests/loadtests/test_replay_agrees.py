@@ -23,6 +23,7 @@ from kvroute.loadtests.traces.workloads import generate
 from kvroute.policies.costs.speeds import PRESETS
 from kvroute.policies.registry import make_policy
 from kvroute.router.server import running
+
 from .virtual_time import GATEWAY, run_virtually
 
 PRESET = "qwen3-32b-h200-tp2"

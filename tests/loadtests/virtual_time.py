@@ -17,6 +17,27 @@ T = TypeVar("T")
 GRACE_S = 0.0002
 """Real seconds in which what one end has written reaches the other."""
 
+GATEWAY = tuple(
+    f"kvroute.router.{name}"
+    for name in (
+        "client",
+        "control",
+        "exchange",
+        "explain",
+        "gateway",
+        "health",
+        "pool",
+        "probe",
+        "request_parser",
+        "server",
+        "services",
+        "sweeper",
+        "token_source",
+        "upstream",
+    )
+)
+"""Modules that tell the time in a gateway."""
+
 
 class _Selector(selectors.DefaultSelector):
     now_s = 1000.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
-import time
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from kvroute.config_groups import WorkerConfig
 from kvroute.loadtests.mock_engine import MockFleet, MockOptions
 from kvroute.router.workers import State
 from tests.kit import CHAT, HANG_S, Engine, Received, Wire, ask, gateway, until
+from tests.loadtests.virtual_time import GATEWAY, run_virtually
 
 from .probed import Held, Probed, member_of
 
@@ -311,26 +311,30 @@ async def test_event_sources_and_block_size_are_discovered_from_an_engine_that_s
         assert member.kv_event_sources["0"]["endpoint"].startswith("tcp://")
 
 
-async def test_a_worker_that_answers_traffic_is_not_probed_on_top() -> None:
-    async with Engine() as engine, gateway(engine, health={"interval_s": 0.3}) as server:
-        member = member_of(server, engine)
-        probed = 0
+def test_a_worker_that_answers_traffic_is_not_probed_on_top(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        now_s = asyncio.get_running_loop().time
+        async with Engine() as engine, gateway(engine, health={"interval_s": 0.3}) as server:
+            member = member_of(server, engine)
+            probed = 0
 
-        async def count(_member: object) -> None:
-            nonlocal probed
-            probed += 1
+            async def count(_member: object) -> None:
+                nonlocal probed
+                probed += 1
 
-        server._prober._probe = count  # type: ignore[method-assign]
-        await until(lambda: probed > 0)
-        for _ in range(2):  # the first interval may have begun before traffic did
-            before = probed
-            until_s = time.monotonic() + 0.7
-            while time.monotonic() < until_s:
-                assert (await ask(server.url, CHAT, BODY)).status == 200
-                await asyncio.sleep(0.05)
-        assert probed == before
-        await until(lambda: probed > before)  # traffic has ended
-        assert member.state is State.READY
+            server._prober._probe = count  # type: ignore[method-assign]
+            await until(lambda: probed > 0)
+            for _ in range(2):  # the first interval may have begun before traffic did
+                before = probed
+                until_s = now_s() + 0.7
+                while now_s() < until_s:
+                    assert (await ask(server.url, CHAT, BODY)).status == 200
+                    await asyncio.sleep(0.05)
+            assert probed == before
+            await until(lambda: probed > before)  # traffic has ended
+            assert member.state is State.READY
+
+    run_virtually(main(), monkeypatch, *GATEWAY)
 
 
 async def test_traffic_that_is_refused_tells_of_a_restart() -> None:

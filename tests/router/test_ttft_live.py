@@ -22,27 +22,8 @@ from kvroute.policies.costs.pace import Pace
 from kvroute.router.parsed_request import PARSE_IN_THREAD_BYTES
 from kvroute.router.server import GatewayServer, running
 from tests.kit import Client
-from tests.loadtests.virtual_time import run_virtually
+from tests.loadtests.virtual_time import GATEWAY, run_virtually
 
-CLOCKS = tuple(
-    f"kvroute.router.{name}"
-    for name in (
-        "client",
-        "control",
-        "exchange",
-        "explain",
-        "gateway",
-        "health",
-        "pool",
-        "probe",
-        "request_parser",
-        "server",
-        "services",
-        "sweeper",
-        "token_source",
-        "upstream",
-    )
-)
 ENGINE_KEYS, BYTE_KEYS = True, False
 EVENTS_S = 0.05
 """Virtual time in which events that engines have sent arrive."""
@@ -144,7 +125,7 @@ def engines(count: int = 4, keys: bool = False, **changes: Any) -> MockOptions:
 @pytest.fixture
 def virtually(monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(main: Coroutine[Any, Any, None]) -> None:
-        run_virtually(main, monkeypatch, *CLOCKS)
+        run_virtually(main, monkeypatch, *GATEWAY)
 
     return run
 

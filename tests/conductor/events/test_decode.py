@@ -285,7 +285,7 @@ near_events = st.fixed_dictionaries(
 )
 
 
-@settings(derandomize=True, max_examples=60, deadline=None)
+@settings(derandomize=True)
 @given(st.lists(st.binary(max_size=64), max_size=5), values, st.lists(near_events | values, max_size=4))
 def test_nothing_that_arrives_raises(raw: list[bytes], payload: Any, events: list[Any]) -> None:
     decode(raw)
@@ -296,7 +296,7 @@ def test_nothing_that_arrives_raises(raw: list[bytes], payload: Any, events: lis
     assert len(decoded.events) + decoded.bad + decoded.unknown == len(events) + 1
 
 
-@settings(derandomize=True, max_examples=60, deadline=None)
+@settings(derandomize=True)
 @given(st.data())
 def test_a_frame_with_bytes_changed_raises_nothing(data: st.DataObject) -> None:
     payload = bytearray(captured(FRAMES / "sha256_int_salt_lora_evict-0003.bin")[-1])

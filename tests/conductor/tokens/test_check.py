@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tokenizers import AddedToken
 
 from kvroute.conductor.tokens import check as check_module
@@ -65,7 +66,8 @@ def test_unusable_files(tmp_path: Path, name: str, text: str | None, message: st
 async def test_check_in_a_child(tmp_path: Path) -> None:
     files = read_files(write(tmp_path, pad_token="<pad>"))
     verdict = await check(files, seed=3, limit_s=60)
-    assert verdict == judge(files, seed=3)
+    again = judge(files, seed=3, fuzz_s=0)  # which compares fewer texts, as many as there is time for
+    assert replace(verdict, texts=0) == replace(again, texts=0)
     assert (verdict.prefix, verdict.suffix) == ([0], [])
     assert verdict.added == [{"content": "<pad>", "special": True}]
     assert set(verdict.cuts) == {*SPECIAL, "<pad>"}
