@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint test-engines test-deploy test-soak coverage clean
+.PHONY: help demo test lint test-engines test-deploy test-soak test-browser coverage clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ test-deploy: $(VENV)/.installed-dev ## package build and install, kustomize rend
 
 test-soak: $(VENV)/.installed-dev ## long and heavy tests
 	$(PYTEST) -m soak
+
+test-browser: $(VENV)/.installed-dev ## the report in a real browser (needs chromium and pdftotext)
+	$(PYTEST) -m browser tests/browser
 
 coverage: $(VENV)/.installed-dev ## line coverage; fails when router/, policies/ and conductor/ fall under 90 %
 	$(UNIT) --cov --cov-report=xml
