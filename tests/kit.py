@@ -351,6 +351,14 @@ async def gateway(*engines: Engine, ready: bool = True, **fields: Any) -> AsyncI
         await server.stop()
 
 
+def give_time_for_tokens(server: GatewayServer) -> None:
+    """Engines of a busy machine may take as long as they need to tokenise a prompt."""
+    assert server._tokens is not None
+    asker = server._tokens._tokenizers._engine
+    assert asker is not None
+    asker._budget_s = HANG_S
+
+
 async def until(condition: Callable[[], bool], within_s: float = HANG_S) -> float:
     """Wait for a condition; seconds it took. Fails when it does not come true."""
     started = time.monotonic()

@@ -17,7 +17,7 @@ from kvroute.conductor.events import EventSource
 from kvroute.loadtests.mock_engine import MockFleet, MockOptions
 from kvroute.router.gateway import PARSE_TOOLS_IN_THREAD_BYTES
 from kvroute.router.server import GatewayServer
-from tests.kit import HANG_S, Engine, fast_config, gateway, until
+from tests.kit import HANG_S, Engine, fast_config, gateway, give_time_for_tokens, until
 
 BLOCK = 16
 IDS = list(range(1000, 1300))
@@ -61,12 +61,12 @@ class Side:
     async def learned(self, body: dict[str, Any], tokens: int, path: str = "/v1/completions") -> None:
         """Wait until some worker is known to hold so many tokens of the prompt, and no more."""
         most = -1
-        for _ in range(400):
-            most = max((await self.confirmed(path, body)).values())
-            if most == tokens:
-                return
-            await asyncio.sleep(0.005)
-        pytest.fail(f"{most} tokens are known to be held, {tokens} were expected")
+        try:
+            async with asyncio.timeout(HANG_S):
+                while (most := max((await self.confirmed(path, body)).values())) != tokens:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+        except TimeoutError:
+            pytest.fail(f"{most} tokens are known to be held, {tokens} were expected")
 
     def exact(self) -> bool:
         knowledge = self.server.knowledge
@@ -97,6 +97,7 @@ async def side(
         }
         server = GatewayServer(fast_config(**given))
         await server.start()
+        give_time_for_tokens(server)
         stack.push_async_callback(server.stop)
         this = Side(fleet, server, http)
         await until(lambda: len(server.knowledge.following.feed.followed) == len(fleet.urls) and this.exact())

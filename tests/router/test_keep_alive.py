@@ -12,6 +12,8 @@ from tests.kit import CHAT, Client, Engine, Received, Wire, answer_ok, ask, unti
 from tests.router.edge import EVENTS, Lasting, edge, promptly, raw, stream
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
+UNPROBED = {"interval_s": 60, "models_interval_s": 60, "metrics_interval_s": 60}
+"""A probe takes a connection of the pool, or leaves one there."""
 STEADY = {"failures": 1, "open_s": 60}
 
 
@@ -35,7 +37,7 @@ def _second_on_a_connection(then: Callable[[Wire], object]) -> Callable[[Receive
 
 
 async def test_requests_share_one_connection_on_either_side() -> None:
-    async with Engine() as engine, edge(engine) as server:
+    async with Engine() as engine, edge(engine, health=UNPROBED) as server:
         client = await Client.connect(server.url)
         for _ in range(20):
             answer = await client.ask(CHAT, {"model": "m"})
@@ -45,7 +47,7 @@ async def test_requests_share_one_connection_on_either_side() -> None:
 
 
 async def test_eight_clients_of_twenty_requests_each_are_all_served() -> None:
-    async with Engine(stream(*EVENTS)) as engine, edge(engine) as server:
+    async with Engine(stream(*EVENTS)) as engine, edge(engine, health=UNPROBED) as server:
 
         async def work() -> None:
             client = await Client.connect(server.url)
@@ -62,7 +64,7 @@ async def test_eight_clients_of_twenty_requests_each_are_all_served() -> None:
 @pytest.mark.parametrize("how", ["close", "reset"])
 async def test_a_stale_connection_is_replaced_once_and_nobody_blamed(how: str) -> None:
     script = _second_on_a_connection(Wire.close if how == "close" else Wire.reset)
-    async with Engine(script) as engine, edge(engine, breaker=STEADY) as server:  # type: ignore[arg-type]
+    async with Engine(script) as engine, edge(engine, breaker=STEADY, health=UNPROBED) as server:  # type: ignore[arg-type]
         for number in range(5):
             answer = await ask(server.url, CHAT, {"number": number})
             assert (answer.status, answer.body) == (200, b"hi")
@@ -73,7 +75,7 @@ async def test_a_stale_connection_is_replaced_once_and_nobody_blamed(how: str) -
 
 async def test_a_fresh_connection_that_closes_is_a_failure() -> None:
     fresh = Engine(raw(b"", close=True), keeps_probes=False)
-    async with fresh as engine, edge(engine, breaker={"failures": 99}) as server:
+    async with fresh as engine, edge(engine, breaker={"failures": 99}, health=UNPROBED) as server:
         answer = await ask(server.url, CHAT, b"{}")
         assert (answer.status, answer.code) == (502, "upstream_reset")
         assert len(engine.received) == 1
@@ -81,7 +83,7 @@ async def test_a_fresh_connection_that_closes_is_a_failure() -> None:
 
 
 async def test_a_request_is_resent_only_once() -> None:
-    async with Engine(raw(OK)) as engine, edge(engine) as server:
+    async with Engine(raw(OK)) as engine, edge(engine, health=UNPROBED) as server:
         await ask(server.url, CHAT, b"{}")
         engine.script = raw(b"", close=True)
         answer = await ask(server.url, CHAT, b"{}")
@@ -91,7 +93,7 @@ async def test_a_request_is_resent_only_once() -> None:
 
 
 async def test_a_reused_connection_that_closes_within_a_response_is_a_failure() -> None:
-    async with Engine(raw(OK)) as engine, edge(engine) as server:
+    async with Engine(raw(OK)) as engine, edge(engine, health=UNPROBED) as server:
         await ask(server.url, CHAT, b"{}")
         engine.script = raw(b"HTTP/1.1 200 O", close=True)
         answer = await ask(server.url, CHAT, b"{}")
@@ -100,8 +102,7 @@ async def test_a_reused_connection_that_closes_within_a_response_is_a_failure() 
 
 
 async def test_an_engine_that_dies_on_a_reused_connection_is_replaced_by_another() -> None:
-    health = {"interval_s": 60}
-    async with Engine() as dying, Engine() as other, edge(dying, other, health=health) as server:
+    async with Engine() as dying, Engine() as other, edge(dying, other, health=UNPROBED) as server:
         for _ in range(2):
             await ask(server.url, CHAT, b"{}")
         await dying.stop()
@@ -115,7 +116,7 @@ async def test_an_engine_that_closes_at_idle_costs_no_request() -> None:
         await wire.answer(200, b"{}")
         asyncio.get_running_loop().call_later(len(engine.received) % 5 * 0.002, wire.close)
 
-    async with Engine(script) as engine, edge(engine, breaker=STEADY) as server:
+    async with Engine(script) as engine, edge(engine, breaker=STEADY, health=UNPROBED) as server:
         client = await Client.connect(server.url)
         for number in range(60):
             assert (await client.ask(CHAT, b"{}")).status == 200
@@ -125,10 +126,9 @@ async def test_an_engine_that_closes_at_idle_costs_no_request() -> None:
 
 
 async def test_idle_connections_are_closed_before_the_engine_would() -> None:
-    health = {"interval_s": 60, "models_interval_s": 60, "metrics_interval_s": 60}
     async with (
         Engine() as engine,
-        edge(engine, timeouts={"upstream_keep_alive_s": 0.2}, health=health) as server,
+        edge(engine, timeouts={"upstream_keep_alive_s": 0.2}, health=UNPROBED) as server,
     ):
         await ask(server.url, CHAT, b"{}")
         (member,) = server.registry.members.values()
@@ -149,7 +149,7 @@ async def test_idle_connections_are_closed_before_the_engine_would() -> None:
     ],
 )
 async def test_a_connection_is_not_reused_after(head: bytes) -> None:
-    async with Engine(raw(head)) as engine, edge(engine) as server:
+    async with Engine(raw(head)) as engine, edge(engine, health=UNPROBED) as server:
         for _ in range(3):
             assert (await ask(server.url, CHAT, b"{}")).body == b"hi"
         assert len({request.connection for request in engine.received}) == 3
@@ -157,7 +157,10 @@ async def test_a_connection_is_not_reused_after(head: bytes) -> None:
 
 
 async def test_an_idle_connection_that_speaks_is_closed() -> None:
-    async with Engine() as engine, edge(engine, timeouts={"upstream_keep_alive_s": 300}) as server:
+    async with (
+        Engine() as engine,
+        edge(engine, timeouts={"upstream_keep_alive_s": 300}, health=UNPROBED) as server,
+    ):
         await ask(server.url, CHAT, b"{}")
         (member,) = server.registry.members.values()
         assert member.pool.open_connections == 1
@@ -169,7 +172,10 @@ async def test_an_idle_connection_that_speaks_is_closed() -> None:
 
 async def test_requests_per_worker_are_bounded() -> None:
     script = Lasting()
-    async with Engine(script) as engine, edge(engine, limits={"requests_per_worker": 3}) as server:
+    async with (
+        Engine(script) as engine,
+        edge(engine, limits={"requests_per_worker": 3}, health=UNPROBED) as server,
+    ):
         clients = [await Client.connect(server.url) for _ in range(3)]
         for client in clients:
             await client.send(CHAT, b"{}")
@@ -189,7 +195,7 @@ async def test_requests_per_worker_are_bounded() -> None:
 
 async def test_requests_in_flight_are_bounded() -> None:
     script = Lasting()
-    async with Engine(script) as engine, edge(engine, limits={"requests": 2}) as server:
+    async with Engine(script) as engine, edge(engine, limits={"requests": 2}, health=UNPROBED) as server:
         clients = [await Client.connect(server.url) for _ in range(2)]
         for client in clients:
             await client.send(CHAT, b"{}")
@@ -202,7 +208,7 @@ async def test_requests_in_flight_are_bounded() -> None:
 
 
 async def test_a_client_that_asks_to_close_is_obliged() -> None:
-    async with Engine() as engine, edge(engine) as server:
+    async with Engine() as engine, edge(engine, health=UNPROBED) as server:
         client = await Client.connect(server.url)
         answer = await client.ask(CHAT, b"{}", "Connection: close")
         assert (answer.status, answer.header("connection")) == (200, "close")
