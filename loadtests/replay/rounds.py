@@ -21,7 +21,7 @@ from kvroute.loadtests.simulator.compare import Source
 
 MAX_ROUNDS = 1000
 MAX_NAME = 100
-_NAMED = re.compile(r"([^=:/]+)=(.+)")
+_NAMED = re.compile(r"([^=:]+)=(.+)")
 
 
 @dataclass(frozen=True, slots=True)
