@@ -37,6 +37,9 @@ takes some 500 a second. It is what makes a burst of equal prompts spread, whose
 CHUNK_TOKENS = 8192
 """Prefill tokens in one step of an engine, by vLLM's default for servers."""
 
+ROOM = 0.97
+"""Of a worker's KV room, what is given away: outputs are as often longer than expected as shorter, and what
+does not fit is preempted and computed again."""
 BUSY_PREFILL_SHARE = 0.15
 """Share of time spent prefilling from which on the cache counts in full: r."""
 
@@ -197,7 +200,7 @@ def price_sides(request: RequestView, fleet: Fleet, weights: Weights, paces: Seq
             if share > MAX_PREFILL_SHARE:  # noqa: PLR1730
                 share = MAX_PREFILL_SHARE
         itl_s = step_s / (1 - share)
-        over = kv_tokens + prompt + output - pace.kv_tokens
+        over = load.kv_used_tokens + prompt + output - pace.kv_tokens
         room_s = over / kv_tokens * output * itl_s if over > 0 and kv_tokens > 0 else 0.0
         if load_s:
             load_s = load_s - queue_s if load_s > queue_s else 0.0
@@ -298,4 +301,5 @@ def cost_of(side: Side, decode: Side | None = None, handoff_s: float = 0.0) -> C
 
 def has_room(load: WorkerLoad, pace: Pace, prompt_tokens: int, output_tokens: float) -> bool:
     """Whether the KV of everything promised there, and of this request, fits beside each other."""
-    return load.kv_tokens + prompt_tokens + output_tokens <= pace.kv_tokens or not load.requests
+    needs = load.kv_used_tokens + prompt_tokens + output_tokens
+    return needs <= pace.kv_tokens * ROOM or not load.requests

@@ -67,6 +67,7 @@ class _Row(NamedTuple, Generic[Value]):
     """Per token of that."""
     kv_tokens: Value
     kv_room_tokens: Value
+    kv_used_tokens: Value
     kv_over_tokens: Value
     stalls: Value
     """Seconds lost by those there, and by this request itself, per second of prefill."""
@@ -108,7 +109,8 @@ def _row(load: WorkerLoad, pace: Pace, weights: Weights) -> _Row[float]:
         context_s=speed.decode_context_ms * step_s,
         kv_tokens=load.kv_tokens,
         kv_room_tokens=pace.kv_tokens,
-        kv_over_tokens=load.kv_tokens - pace.kv_tokens,
+        kv_used_tokens=load.kv_used_tokens,
+        kv_over_tokens=load.kv_used_tokens - pace.kv_tokens,
         stalls=1.0 + weights.stall * requests,
         slower_s=speed.decode_sequence_ms * step_s * decodes / 2,
         slower_context_s=speed.decode_context_ms * step_s * decodes / 2,
@@ -197,7 +199,7 @@ class _Columns:
         slower_s = of.slower_s + of.slower_context_s * (prompt + output / 2)
         total_s += (itl_s + slower_s) * (weights.decode * output)
         if of.kv_over_tokens.max() + prompt + output > 0:
-            over = of.kv_tokens + (prompt + output) - of.kv_room_tokens
+            over = of.kv_used_tokens + (prompt + output) - of.kv_room_tokens
             full = (over > 0) & (of.kv_tokens > 0)
             total_s[full] += over[full] / of.kv_tokens[full] * output * itl_s[full]
         return PricedColumns(request, fleet, weights, (total_s, queue_s, prefill_s, cached))

@@ -43,8 +43,10 @@ DEFAULT_PACE = Pace()
 MAX_PRICED = 256
 """Candidates that `price` lists: a fleet of P prefill and D decode workers has P x D."""
 
-ENOUGH_TOKENS = CHUNK_TOKENS * 2 / 3
-"""Prefill ahead that keeps a worker busy until it can be given more: two thirds of a step."""
+ENOUGH_TOKENS = CHUNK_TOKENS
+"""Prefill ahead that keeps a worker busy until it can be given more: a step's."""
+LATE = 1.5
+"""Times what prefill should take, from which on it does not explain that nothing is heard."""
 CROWD, CROWDED, IDLE = 8, 1.5, 0.1
 """Requests from which on a worker may be crowded; times the mean at which it is; and at which one is idle."""
 
@@ -93,7 +95,7 @@ class Ttft:
     @dataclass(frozen=True, slots=True)
     class Options:
         cache_weight: Weight = 2.0
-        delay_weight: Weight = 0.05
+        delay_weight: Weight = 1.0
         stall_weight: Weight = 0.4
         decode_weight: Weight = 0.2
         hold: bool = True
@@ -250,15 +252,15 @@ def _beside_the_crowd(fleet: Fleet, sides: Offers, at: int, start: int) -> tuple
 
 
 def _tokens_ahead(load: WorkerLoad, pace: Pace, now_s: float) -> float:
-    """Of the prefill pending there, what the time since the oldest one's turn came does not account for.
+    """Of the prefill pending there, none once it should long have been over: an engine that is late for
+    another reason than prefill is not kept idle for it.
 
-    An engine that is late for another reason than prefill is not kept idle for it.
+    Until then all of it, whatever has passed of its time: who waits here is placed by what is known later.
     """
-    pending_s = load.pending_prefill_s * pace.prefill_scale
-    if pending_s <= 0:
-        return load.pending_prefill_tokens
-    left = 1 - (now_s - load.head_since_s) / pending_s
-    return load.pending_prefill_tokens * left
+    expected_s = load.pending_prefill_s * pace.prefill_scale
+    if expected_s and now_s - load.head_since_s > LATE * expected_s:
+        return 0.0
+    return load.pending_prefill_tokens
 
 
 def _has_lower(fleet: Fleet, at: int) -> bool:

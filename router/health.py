@@ -226,9 +226,12 @@ class Prober:
     def _store(self, member: Member, sample: EngineMetrics) -> None:
         load = member.load
         load.reported_running, load.reported_waiting = sample.running, sample.waiting
-        load.kv_usage_ratio = sample.kv_usage_ratio
         if sample.kv_tokens is not None:
             member.pace.kv_tokens = sample.kv_tokens * sample.data_parallel_size
+        if sample.kv_usage_ratio is None:
+            load.kv_usage_ratio = None
+        else:
+            load.report_kv(sample.kv_usage_ratio, member.pace.kv_tokens)
         changes: dict[str, Any] = {}
         if (
             member.config.engine is None

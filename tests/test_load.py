@@ -115,3 +115,38 @@ def test_random_lives_leave_nothing_behind() -> None:
         charge.release(now_s)
     assert (load.requests, load.prefilling, load.pending_prefill_s, load.active_keys) == (0, 0, 0.0, {})
     assert load.kv_tokens == pytest.approx(0, abs=1e-3)
+
+
+def test_reports_of_an_engine_tell_what_prefixes_are_shared() -> None:
+    """Two requests decode over 4000 tokens each; the engine shows 6000 of its 10,000 in use."""
+    load = WorkerLoad()
+    for _ in range(2):
+        load.charge(0.0, prompt_tokens=3900, output_tokens=200.0).first_byte(0.0)
+    version = load.version
+    load.report_kv(0.6, 10_000)
+    assert load.kv_usage_ratio == 0.6
+    assert load.kv_share == pytest.approx(1 - 0.3 * (1 - 0.75))
+    assert load.version == version + 1
+    for _ in range(50):
+        load.report_kv(0.6, 10_000)
+    assert load.kv_share == pytest.approx(0.75)
+    assert load.kv_used_tokens == pytest.approx(0.75 * 8200)
+
+
+def test_no_report_makes_more_than_all_of_it_or_less_than_half() -> None:
+    load = WorkerLoad()
+    load.charge(0.0, prompt_tokens=4000).first_byte(0.0)
+    for _ in range(50):
+        load.report_kv(0.99, 10_000)
+    assert load.kv_share == 1.0
+    for _ in range(50):
+        load.report_kv(0.0, 10_000)
+    assert load.kv_share == pytest.approx(0.5)
+
+
+def test_a_report_of_an_engine_with_little_to_decode_tells_nothing() -> None:
+    load = WorkerLoad()
+    load.charge(0.0, prompt_tokens=1999).first_byte(0.0)
+    load.charge(0.0, prompt_tokens=5000)
+    load.report_kv(0.1, 10_000)
+    assert (load.kv_share, load.kv_usage_ratio) == (1.0, 0.1)

@@ -74,7 +74,9 @@ class Setting:
     learns: bool = False
     """Whether answers correct the router's paces, as in the gateway; they begin at the bare preset."""
     hold_limit: int = 1024
-    hold_limit_s: float = 60.0
+    hold_limit_s: float = 120.0
+    metrics_s: float | None = 2.0
+    """How often the router reads the engines' KV usage; None: never."""
     sweep_s: float | None = None
     """Held requests are priced again this often although nothing was heard; None: not."""
     in_a_row: bool = True
@@ -91,8 +93,9 @@ class Setting:
         for name in ("workers", "kv_tokens", "block_tokens", "max_batched_tokens", "max_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("scale", "prefill_error", "decode_error", "hold_limit_s"):
-            if not 0 < getattr(self, name) < float("inf"):
+        for name in ("scale", "prefill_error", "decode_error", "hold_limit_s", "metrics_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         for name in (
             "offset_ms",

@@ -43,6 +43,7 @@ class Simulation:
         self._retry = Retry()
         self._retry_budget = RetryBudget(self._retry)
         self._pumps = 0
+        self._is_more_to_come = True
         self._ended: Callable[[Record], None] = _nothing
 
     def _router(self, policy: Policy) -> Router[Record]:
@@ -125,6 +126,8 @@ class Simulation:
             arrivals = list(arrivals)
             self.fleet.memory.foretell((each.arrival_s, each.keys.keys) for each in arrivals)
         self._expect_next(iter(arrivals), 0, begun)
+        if self.setting.metrics_s is not None:
+            self._loop.after(self.setting.metrics_s, self._read_metrics)
         self._loop.run()
 
     # --- the router's side -----------------------------------------------------------------------
@@ -132,6 +135,7 @@ class Simulation:
     def _expect_next(self, arrivals: Iterator[Arrival], number: int, begun: Callable[[Record], None]) -> None:
         arrival = next(arrivals, None)
         if arrival is None:
+            self._is_more_to_come = False
             return
         if arrival.arrival_s < self.now_s:
             raise ValueError(
@@ -160,6 +164,14 @@ class Simulation:
         record = ticket.item.item
         if record.placed_s is None and not record.is_over:
             self._answered(ticket.item, self.router.expire(ticket))
+
+    def _read_metrics(self) -> None:
+        """The router's regular look at what engines say of themselves, while there is anything to come."""
+        for engine, load in zip(self.engines, self.router.loads, strict=True):
+            load.report_kv(engine.scheduler.cache.used_ratio, self.setting.kv_tokens)
+        if self._is_more_to_come or self._loop.inside:
+            assert self.setting.metrics_s is not None
+            self._loop.after(self.setting.metrics_s, self._read_metrics)
 
     def _sweep(self, pumps: int) -> None:
         if pumps == self._pumps:

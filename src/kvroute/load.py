@@ -12,6 +12,11 @@ from math import exp
 
 PREFILL_SHARE_TAU_S = 30.0
 """Time constant of the share of time a worker spends prefilling."""
+KV_SHARE_STEP = 0.3
+"""How far one report of an engine's KV usage moves `kv_share`."""
+MIN_KV_SHARE = 0.5
+KV_SHARE_FROM = 0.2
+"""Of the room must be in use by decodes before a report tells anything: below, rounding to blocks does."""
 
 
 class Charge:
@@ -74,6 +79,9 @@ class WorkerLoad:
     """From the engine's own metrics; None is unknown (never polled, or the sample is too old)."""
     reported_waiting: int | None = None
     kv_usage_ratio: float | None = None
+    kv_share: float = 1.0
+    """Of what `kv_tokens` counts, what the engine's reports show in use: a prefix that running requests share
+    lies there once."""
     prefilling: int = 0
     """This gateway's requests without a first byte."""
     pending_prefill_s: float = 0.0
@@ -167,6 +175,23 @@ class WorkerLoad:
                 del self.active_keys[key]
             else:
                 self.active_keys[key] -= 1
+
+    @property
+    def kv_used_tokens(self) -> float:
+        """Room that this gateway's requests take, or will have taken by their end."""
+        return self.kv_tokens * self.kv_share
+
+    def report_kv(self, usage_ratio: float, room_tokens: int) -> None:
+        """The engine says what share of its KV room is in use; what is idle in its cache does not count.
+
+        Held against the decodes alone: what is being prefilled makes the share too high rather than too low.
+        """
+        self.kv_usage_ratio = usage_ratio
+        if self.context_tokens < KV_SHARE_FROM * room_tokens:
+            return
+        seen = usage_ratio * room_tokens / self.context_tokens
+        self.kv_share += KV_SHARE_STEP * (min(1.0, max(MIN_KV_SHARE, seen)) - self.kv_share)
+        self.version += 1
 
     def add_others(self, requests: int, prefill_tokens: int) -> None:
         """Other replicas carry so much more here than they did, or less."""

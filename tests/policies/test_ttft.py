@@ -271,20 +271,21 @@ def test_every_queue_too_long_is_rejected() -> None:
 
 
 def test_it_waits_for_a_worker_with_a_step_s_worth_of_prefill() -> None:
-    fleet = priced_fleet(Node(queue_s=0.55), may_hold=True)
+    fleet = priced_fleet(Node(queue_s=0.82), may_hold=True)
     held = decide(fleet, 3000)
     assert isinstance(held, Hold)
     assert (held.worker.id, held.prefill_s, held.rank_s) == ("a", pytest.approx(0.3), pytest.approx(30 * 0.3))
-    assert isinstance(decide(priced_fleet(Node(queue_s=0.54), may_hold=True)), Decision)
-    assert isinstance(decide(priced_fleet(Node(queue_s=0.55))), Decision), "nobody asked"
+    assert isinstance(decide(priced_fleet(Node(queue_s=0.81), may_hold=True)), Decision)
+    assert isinstance(decide(priced_fleet(Node(queue_s=0.82))), Decision), "nobody asked"
     assert isinstance(decide(fleet, 3000, {"hold": False}), Decision)
 
 
 def test_an_engine_that_is_late_is_not_kept_idle() -> None:
-    """9000 tokens are pending: those of the first 0.4 s should be over, whatever the engine has said."""
+    """0.9 s of prefill are pending: after one and a half times that it is no reason any more."""
     fleet = priced_fleet(Node(queue_s=0.9), may_hold=True)
     assert isinstance(decide(fleet), Hold)
-    assert isinstance(decide(msgspec.structs.replace(fleet, now_s=0.4)), Decision)
+    assert isinstance(decide(msgspec.structs.replace(fleet, now_s=1.34)), Hold)
+    assert isinstance(decide(msgspec.structs.replace(fleet, now_s=1.36)), Decision)
 
 
 def test_it_waits_where_somebody_held_goes_first_unless_another_is_cheaper() -> None:
@@ -299,6 +300,15 @@ def test_it_waits_for_kv_room_but_never_on_an_idle_worker() -> None:
     full = priced_fleet(Node(decoding=2, kv_tokens=9_000, speed=small), may_hold=True)
     assert isinstance(decide(full, 3000), Hold)
     assert isinstance(decide(priced_fleet(Node(speed=small), may_hold=True), 30_000), Decision)
+
+
+def test_room_is_what_the_engine_shows_in_use_less_a_margin() -> None:
+    """7400 tokens in the books, 2000 and an answer of 300 to come, of 10,000: 97 % may be given away."""
+    small = replace(PLAIN, kv_tokens=10_000)
+    for in_books, kv_share, answer in ((7402, 1.0, Hold), (7400, 1.0, Decision), (9200, 0.8, Decision)):
+        fleet = priced_fleet(Node(decoding=2, kv_tokens=in_books, speed=small), may_hold=True)
+        fleet.loads[0].kv_share = kv_share
+        assert isinstance(decide(fleet, 2000), answer)
 
 
 # --- properties --------------------------------------------------------------------------------
