@@ -24,9 +24,8 @@ def row_s(speed: StepTimes, steps: int, decodes: int, context_tokens: float) -> 
 
 
 def longest_s(speed: StepTimes, steps: int, decodes: int, context_tokens: float) -> float:
-    """Seconds of the longest of them: the last, where time grows with the context."""
-    first_s = speed.step_s(0, 0.0, decodes, context_tokens)
-    return max(first_s, speed.step_s(0, 0.0, decodes, context_tokens + (steps - 1) * decodes))
+    """Seconds of the longest of them: the last, as time grows with the context."""
+    return speed.step_s(0, 0.0, decodes, context_tokens + (steps - 1) * decodes)
 
 
 def steps_until(speed: StepTimes, elapsed_s: float, most: int, decodes: int, context_tokens: float) -> int:

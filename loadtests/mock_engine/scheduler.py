@@ -8,6 +8,7 @@ On a virtual one `step` may answer a row of steps that only decode, so that noth
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from kvroute.conductor.tiers.stack import TierStack
 from kvroute.loadtests.mock_engine.block_cache import BlockCache
@@ -123,8 +124,10 @@ class Scheduler:
             return step.duration_s
         return longest_s(self._speed, step.count, len(step.decodes), step.context_tokens)
 
-    def take_fetches(self) -> list[Sequence]:
+    def take_fetches(self) -> Iterable[Sequence]:
         """Remote sequences that were given room since the last call: their KV can come."""
+        if not self._fetches:
+            return ()
         fetches, self._fetches = self._fetches, []
         return fetches
 
@@ -159,7 +162,8 @@ class Scheduler:
                 sequence.phase = Phase.DECODING
                 self.decoding.append(sequence)
                 self._emit(sequence, outcome)
-        count, block_tokens = step.count, self._block_tokens
+        count, block_tokens, given = step.count, self._block_tokens, outcome.tokens
+        before = len(given)
         for sequence in step.decodes:
             if sequence.phase is not Phase.DECODING:
                 continue
@@ -171,7 +175,14 @@ class Scheduler:
                     sequence.private_blocks += need
             if computed % block_tokens < count and sequence.resident_blocks < len(sequence.keys):
                 self._publish(sequence, outcome)
-            self._emit(sequence, outcome, count)
+            # As `_emit` does, whose call would take longer than all this.
+            given.append(sequence)
+            generated = sequence.generated_tokens = sequence.generated_tokens + count
+            if generated == count:
+                outcome.firsts.append(sequence)
+            if generated == sequence.output_tokens:
+                self._end(sequence, outcome)
+        self.totals.generated_tokens += count * (len(given) - before)
         return self._settled(outcome)
 
     def admit_instantly(self) -> Outcome:
@@ -374,16 +385,20 @@ class Scheduler:
         sequence.resident_blocks = stop
         sequence.private_blocks -= stop - start
 
-    def _emit(self, sequence: Sequence, outcome: Outcome, tokens: int = 1) -> None:
-        sequence.generated_tokens += tokens
-        self.totals.generated_tokens += tokens
+    def _emit(self, sequence: Sequence, outcome: Outcome) -> None:
+        """The token that a prefill yields."""
+        sequence.generated_tokens += 1
+        self.totals.generated_tokens += 1
         outcome.tokens.append(sequence)
-        if sequence.generated_tokens == tokens:
+        if sequence.generated_tokens == 1:
             outcome.firsts.append(sequence)
         if sequence.generated_tokens == sequence.output_tokens:
-            self.decoding.remove(sequence)
-            self._release(sequence, Phase.ENDED)
-            outcome.finished.append(sequence)
+            self._end(sequence, outcome)
+
+    def _end(self, sequence: Sequence, outcome: Outcome) -> None:
+        self.decoding.remove(sequence)
+        self._release(sequence, Phase.ENDED)
+        outcome.finished.append(sequence)
 
     def _release(self, sequence: Sequence, phase: Phase) -> None:
         self.cache.release(sequence.keys[: sequence.resident_blocks], sequence.private_blocks)

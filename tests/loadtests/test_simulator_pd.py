@@ -189,9 +189,7 @@ def test_pairs_are_chosen_by_what_is_cached_and_by_room() -> None:
     simulation = Simulation(setting, policy)
     loads = simulation.router.loads
     loads[0].charge(0.0, prefill_s=0.5, prompt_tokens=9000, uncached_tokens=9000)
-    simulation._loop.at(
-        2.0, lambda: loads[2].charge(2.0, prompt_tokens=19_000, output_tokens=500.0).first_byte(2.0)
-    )
+    simulation._loop.at(8.9, lambda: loads[2].charge(8.9, prompt_tokens=19_000).first_byte(8.9))
     one, two = simulation.run(requests((1.0, 2048, 3, (1, 2, 3, 4)), (9.0, 3000, 3, (1, 2, 3, 4, 5))))
     assert (one.prefill, two.prefill, two.gpu_tokens) == (1, 1, 2048)
     assert two.worker == 3
@@ -224,7 +222,7 @@ def test_a_remote_sequence_may_be_broken_off_on_its_way() -> None:
     sequence = Sequence("a", 40, 5, [1, 2], remote=True)
     scheduler.add(sequence)
     assert scheduler.step() is None
-    assert scheduler.take_fetches() == [sequence]
+    assert list(scheduler.take_fetches()) == [sequence]
     assert (sequence.phase, scheduler.running, scheduler.cache.free_blocks) == (Phase.RECEIVING, 1, 7)
     scheduler.abort(sequence)
     assert (scheduler.running, scheduler.cache.free_blocks) == (0, 10)
