@@ -96,7 +96,7 @@ class Ttft:
     class Options:
         cache_weight: Weight = 2.0
         delay_weight: Weight = 1.0
-        stall_weight: Weight = 0.4
+        stall_weight: Weight = 0.3
         decode_weight: Weight = 0.2
         hold: bool = True
         age_weight: Weight = 30.0

@@ -153,7 +153,12 @@ def _told(made: TokenizedPrompts | Unavailable, identity: Identity) -> TokenIds 
 
 def _options(model: ModelConfig) -> TokenizerOptions:
     return TokenizerOptions(
-        model.source, model.tokenizer, model.chat_template, model.chat_template_kwargs, model.engine
+        model.source,
+        model.tokenizer,
+        model.chat_template,
+        model.chat_template_kwargs,
+        model.engine,
+        model.tokenize_timeout_s,
     )
 
 

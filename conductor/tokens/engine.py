@@ -26,6 +26,8 @@ MAX_TEXTS = 8
 """Texts of one request that are asked for, each by itself."""
 COMPARE_SEED = 7
 COMPARE_TEXTS = 4
+COMPARE_TIMEOUT_S = 10.0
+"""Of each question of a comparison: no prompt waits for it."""
 
 
 class _Answer(Struct):
@@ -35,13 +37,12 @@ class _Answer(Struct):
 class EngineTokenizer:
     """Asks the engine, at most `MAX_IN_FLIGHT` questions at a time, each within a budget."""
 
-    def __init__(self, client: httpx.AsyncClient, budget_s: float = BUDGET_S) -> None:
+    def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
-        self._budget_s = budget_s
         self._in_flight = 0
 
     async def encode(
-        self, url: str, path: bytes, fields: Mapping[str, Any]
+        self, url: str, path: bytes, fields: Mapping[str, Any], budget_s: float = BUDGET_S
     ) -> TokenizedPrompts | Unavailable:
         """`url` is that of an engine that serves the request's model. Never raises."""
         try:
@@ -50,7 +51,7 @@ class EngineTokenizer:
                 return Unavailable("busy")
             self._in_flight += 1
             try:
-                async with asyncio.timeout(self._budget_s):
+                async with asyncio.timeout(budget_s):
                     return TokenizedPrompts(tuple([await self._ask(url, question) for question in questions]))
             finally:
                 self._in_flight -= 1
@@ -157,7 +158,7 @@ async def agrees_with_engine(
     requests += [(CHAT, {"messages": [{"role": "user", "content": text}]}) for text in texts]
     for path, fields in requests:
         ours = exact.encode(path, fields)
-        theirs = await engine.encode(url, path, {**fields, "model": model})
+        theirs = await engine.encode(url, path, {**fields, "model": model}, COMPARE_TIMEOUT_S)
         if isinstance(ours, TokenizedPrompts) and isinstance(theirs, TokenizedPrompts):
             if ours != theirs:
                 return False

@@ -41,6 +41,8 @@ class TokenizerOptions:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """What the engine was given by --default-chat-template-kwargs."""
     engine: EngineKind = EngineKind.VLLM
+    engine_timeout_s: float = BUDGET_S
+    """For "engine": what a prompt waits for its ids before it is routed by approximate keys."""
 
     def __post_init__(self) -> None:
         if (self.tokenizer is None) == (self.source == "local"):
@@ -88,7 +90,6 @@ class Tokenizers:
         self,
         options: Mapping[str, TokenizerOptions],
         client: httpx.AsyncClient | None = None,
-        engine_budget_s: float = BUDGET_S,
         clock: Clock = monotonic,
         load: Load = load_checked,
     ) -> None:
@@ -98,7 +99,7 @@ class Tokenizers:
         }
         if client is None and any(model.options.source == "engine" for model in self._models.values()):
             raise ValueError("client is None; an HTTP client is expected with the source 'engine'")
-        self._engine = EngineTokenizer(client, engine_budget_s) if client is not None else None
+        self._engine = EngineTokenizer(client) if client is not None else None
         self._load = load
 
     def now(
@@ -130,7 +131,8 @@ class Tokenizers:
         use = found.agreement.use()
         if use is Use.NONE:
             return Unavailable("mismatch")
-        return _judge(use, await self._engine.encode(engine_url, path, fields))
+        timeout_s = found.options.engine_timeout_s
+        return _judge(use, await self._engine.encode(engine_url, path, fields, timeout_s))
 
     def observe_prompt_tokens(self, model: str, predicted: int, reported: int) -> None:
         """What an engine reported for a request whose `tokens` (or `predicted_tokens`) were known before."""

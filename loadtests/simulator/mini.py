@@ -61,7 +61,7 @@ class MiniScheduler(Scheduler):
 
     def _take_room(self, sequence: Sequence, tokens: int | None, budget: int = 0) -> bool:
         taken = super()._take_room(sequence, tokens, budget)
-        if taken:
+        if taken and not sequence.remote:
             self._share(sequence, min(sequence.known_tokens - sequence.computed_tokens, budget))
         return taken
 

@@ -275,6 +275,9 @@ class ModelConfig(Group):
         default_factory=dict, description="the engine's own --default-chat-template-kwargs"
     )
     engine: EngineKind = Field(default=EngineKind.VLLM, description="whose rules turn requests into prompts")
+    tokenize_timeout_s: Seconds = Field(
+        default=0.05, description="with source engine: after that a prompt is routed by approximate keys"
+    )
     prefill: PrefillConfig = PrefillConfig()
 
     @model_validator(mode="before")

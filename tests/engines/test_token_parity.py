@@ -427,7 +427,7 @@ def test_message(engine: Server, tokenizers: dict[str, ExactTokenizer], shape: s
 async def test_comparing_with_the_engine(engine: Server, tokenizers: dict[str, ExactTokenizer]) -> None:
     """The template that the engine has agrees, another does not."""
     async with httpx.AsyncClient() as client:
-        asked = EngineTokenizer(client, budget_s=CALL_LIMIT_S)
+        asked = EngineTokenizer(client)
         assert await agrees_with_engine(tokenizers["rich"], asked, engine.url, MODEL) is True
         assert await agrees_with_engine(tokenizers["parts"], asked, engine.url, MODEL) is False
 
@@ -437,8 +437,8 @@ async def test_the_engine_asked(engine: Server, shape: str) -> None:
     """`/tokenize`, asked as we ask it, gives what the chat prefills."""
     body = CHATS[shape]
     async with httpx.AsyncClient() as client:
-        made = await EngineTokenizer(client, budget_s=CALL_LIMIT_S).encode(
-            engine.url, CHAT.encode(), {**body, "model": MODEL}
+        made = await EngineTokenizer(client).encode(
+            engine.url, CHAT.encode(), {**body, "model": MODEL}, CALL_LIMIT_S
         )
     assert isinstance(made, TokenizedPrompts), made
     assert list(memoryview(made.prompts[0]).cast("I")) == prefilled(engine, body, "rich")

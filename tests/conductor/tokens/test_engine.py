@@ -39,7 +39,7 @@ def ask(
 
     async def run() -> Made:
         async with httpx.AsyncClient(transport=httpx.MockTransport(handle)) as client:
-            return await EngineTokenizer(client, budget_s).encode("http://engine:1", path, fields)
+            return await EngineTokenizer(client).encode("http://engine:1", path, fields, budget_s)
 
     return asyncio.run(run()), seen
 
@@ -142,11 +142,11 @@ async def test_questions_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) 
         return httpx.Response(200, json={"tokens": [1]})
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(hold)) as client:
-        engine = EngineTokenizer(client, 5.0)
-        first = asyncio.create_task(engine.encode("http://e", COMPLETIONS, {"prompt": "a"}))
+        engine = EngineTokenizer(client)
+        first = asyncio.create_task(engine.encode("http://e", COMPLETIONS, {"prompt": "a"}, 5.0))
         await arrived.wait()
         assert await engine.encode("http://e", COMPLETIONS, {"prompt": "a"}) == Unavailable("busy")
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         release.set()
-        assert ids(await engine.encode("http://e", COMPLETIONS, {"prompt": "a"})) == [[1]]
+        assert ids(await engine.encode("http://e", COMPLETIONS, {"prompt": "a"}, 5.0)) == [[1]]

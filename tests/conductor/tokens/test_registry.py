@@ -126,6 +126,17 @@ async def test_the_engine_as_the_source() -> None:
         assert distrusted == Unavailable("mismatch")
 
 
+async def test_an_engine_has_the_time_that_its_model_gives_it() -> None:
+    async def never(_: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    options = TokenizerOptions("engine", engine_timeout_s=0.001)
+    async with httpx.AsyncClient(transport=httpx.MockTransport(never)) as client:
+        made = await Tokenizers({"m": options}, client).ask_engine("m", COMPLETIONS, FOX, "http://e")
+    assert made == Unavailable("engine_timeout")
+
+
 async def test_an_engine_that_tokenises_otherwise_is_found_out(made: ExactTokenizer) -> None:
     wrong = False
 
@@ -139,7 +150,7 @@ async def test_an_engine_that_tokenises_otherwise_is_found_out(made: ExactTokeni
 
     assert await ready(made).compare("m", "http://e") is None
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-        tokenizers = ready(made, client=client, engine_budget_s=5.0)
+        tokenizers = ready(made, client=client)
         assert await tokenizers.compare("m", "http://e") is None
         await tokenizers.run()
         assert await tokenizers.compare("m", "http://e") is True
