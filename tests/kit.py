@@ -314,7 +314,7 @@ FAST: dict[str, Any] = {
     "policy": "round_robin",
     "health": {
         "interval_s": 0.1,
-        "timeout_s": 0.5,
+        "timeout_s": 5.0,
         "metrics_interval_s": 0.1,
         "models_interval_s": 0.1,
         "slow_start_s": 0,

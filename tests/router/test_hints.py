@@ -528,7 +528,7 @@ async def test_mock_engines_pull_from_each_other() -> None:
                 pull = Pull(by_url[peer.url], 1000, 0.01)
                 return replace(Decision.whole(by_url[target.url], "pull"), pull=pull)
 
-            hints = give(server, HintOptions(p2p=p2p, pull_floor_s=0.2), decide)
+            hints = give(server, HintOptions(p2p=p2p, pull_floor_s=1.0), decide)
             answer = await ask(server.url, "/v1/completions", sent)
             usage = answer.json()["usage"]
             assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 17

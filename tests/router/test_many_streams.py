@@ -66,6 +66,7 @@ async def run(streams: int, events: int, gap_s: float) -> tuple[list[bytes], lis
             b.url,
             "--policy=least_loaded",
             KVROUTE_SHUTDOWN__KEEP_SERVING_S="0",
+            KVROUTE_HEALTH__TIMEOUT_S="60",
         ) as serving,
     ):
         await until(lambda: sum(event.get("state") == "ready" for event in serving.events) == 2)
@@ -96,9 +97,9 @@ async def run(streams: int, events: int, gap_s: float) -> tuple[list[bytes], lis
 
 def check(bodies: list[bytes], waits: list[float], serving: Serving, events: int) -> None:
     assert set(bodies) == {b"".join(b"data: %d\n\n" % number for number in range(events)) + TAIL}
-    assert len(waits) >= 10
+    assert len(waits) >= 5
     print("waits:", [round(share, 4) for share in sorted(waits)])
-    assert sorted(waits)[int(0.95 * (len(waits) - 1))] < 4 / events, "not behind a few rounds of all streams"
+    assert sorted(waits)[int(0.95 * (len(waits) - 1))] < 2 / events, "behind a round of all streams at most"
     assert [event for event in serving.events if event["level"] != "info"] == []
 
 

@@ -95,7 +95,10 @@ async def test_a_certificate_that_turns_bad_is_a_502(trusted: Certificate, stran
 async def test_plain_http_to_a_tls_port_and_the_reverse_never_get_ready(trusted: Certificate) -> None:
     async with Engine(ssl=trusted.context()) as tls, Engine() as plain:
         workers = [f"http://127.0.0.1:{tls.port}", f"https://127.0.0.1:{plain.port}"]
-        async with gateway(ready=False, workers=workers, upstream_ca_file=trusted.certificate) as server:
+        limits = {"timeout_s": 0.2}  # neither end says anything
+        async with gateway(
+            ready=False, workers=workers, upstream_ca_file=trusted.certificate, health=limits
+        ) as server:
             first, second = server.registry.members.values()
             await until(lambda: first.bad_probes >= 3 and second.bad_probes >= 3)
             assert (first.state, second.state) == (State.STARTING, State.STARTING)
