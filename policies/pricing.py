@@ -40,7 +40,7 @@ CHUNK_TOKENS = 8192
 ROOM = 0.97
 """Of a worker's KV room, what is given away: outputs are as often longer than expected as shorter, and what
 does not fit is preempted and computed again."""
-BUSY_PREFILL_SHARE = 0.15
+BUSY_PREFILL_SHARE = 0.05
 """Share of time spent prefilling from which on the cache counts in full: r."""
 
 

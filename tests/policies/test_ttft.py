@@ -66,7 +66,7 @@ def test_every_term_by_hand() -> None:
     node = Node(queue_s=0.5, decoding=2, cached=1000, kv_tokens=8000, speed=growing)
     fleet = priced_fleet(node, arrivals_per_s=0.4)
     fleet = msgspec.structs.replace(fleet, output_tokens=100.0)
-    fleet.loads[0].prefilled_s = 30 * 0.075
+    fleet.loads[0].prefilled_s = 30 * 0.025
     options = {"cache_weight": 4.0, "delay_weight": 3.0, "stall_weight": 0.25, "decode_weight": 0.5}
     (priced,) = policy(**options).price(RequestView(prompt_tokens=3000), fleet)
     cost = priced.cost
@@ -77,7 +77,7 @@ def test_every_term_by_hand() -> None:
     assert cost.delay_s == pytest.approx(3 * 0.4 * cost.queue_wait_s * 0.2)
     assert cost.stall_s == pytest.approx(0.25 * 0.2 * 3)
     # 8000 tokens decode; the 5000 queued and this one's 3000 will by then
-    itl_s = (0.010 + (8000 + 5000 + 3000) * 1e-6) / (1 - 0.075)
+    itl_s = (0.010 + (8000 + 5000 + 3000) * 1e-6) / (1 - 0.025)
     assert cost.itl_s == pytest.approx(itl_s, rel=2e-3)
     added_s = (3000 + 50) * 1e-6
     assert cost.decode_s == pytest.approx(0.5 * 100 * (cost.itl_s + added_s * 2 / 2))
