@@ -56,10 +56,10 @@ async def test_the_rank_that_holds_a_prompt_is_named_and_no_other(rank: int) -> 
             for at, (socket, _) in made.items():
                 await socket.send_multipart(frames(0, stored(hashes, IDS[at], block_size=BLOCK), rank=at))
             await asyncio.sleep(0.02)
-        assert server.knowledge.index.holders_of(member.worker.id) == [
+        assert set(server.knowledge.index.holders_of(member.worker.id)) == {
             Holder(member.worker.id, 8),
             Holder(member.worker.id, 9),
-        ]
+        }
         body = {"model": "m", "prompt": IDS[rank] + [1, 2, 3]}
         assert (await ask(server.url, "/v1/completions", body)).status == 200
         assert (await ask(server.url, "/v1/completions", {"model": "m", "prompt": [7] * 64})).status == 200
