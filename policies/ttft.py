@@ -95,9 +95,9 @@ class Ttft:
     @dataclass(frozen=True, slots=True)
     class Options:
         cache_weight: Weight = 2.0
-        delay_weight: Weight = 1.0
+        delay_weight: Weight = 0.7
         stall_weight: Weight = 0.3
-        decode_weight: Weight = 0.2
+        decode_weight: Weight = 0.15
         hold: bool = True
         age_weight: Weight = 30.0
         ttft_limit_s: Limit = None
