@@ -209,7 +209,8 @@ def simulate(
     except (ValueError, PolicyError) as error:
         _fail(str(error), 2)
     results = _run(comparison, min(jobs or os.cpu_count() or 1, len(comparison.runs)))
-    rows = make_rows(comparison, results, {"preset": preset, **said(given, memory)})
+    about = {"command": ["kvroute", *sys.argv[1:]], "preset": preset, **said(given, memory)}
+    rows = make_rows(comparison, results, about)
     try:
         write_results(rows, json_file, csv_file, parquet_file)
     except ResultsError as error:
