@@ -133,7 +133,7 @@ def test_options_reach_the_setting_and_are_told() -> None:
     assert setting["cpu_write"] == "through"
     assert setting["peer_link"] == {"bytes_per_s": 4.2e9, "latency_s": 0.005}
     (plain,) = rows(*FEW)
-    assert set(plain["setting"]) == {"preset", "kv_tokens", "block_tokens", "ttft_includes"}
+    assert set(plain["setting"]) == {"command", "preset", "kv_tokens", "block_tokens", "ttft_includes"}
     assert plain["ttft_ms"] != row["ttft_ms"]
 
 
