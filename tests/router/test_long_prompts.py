@@ -66,6 +66,11 @@ async def longest_hold_s(server: GatewayServer, target: str, large: bytes) -> fl
     return longest_s
 
 
+def usual(values: list[float]) -> float:
+    """Their lower quartile: others on the machine only ever add to a hold."""
+    return statistics.quantiles(values, n=4)[0]
+
+
 @pytest.mark.parametrize(("target", "body"), [(CHAT, text), ("/v1/completions", ids)])
 async def test_small_requests_are_answered_beside_a_megabyte(
     target: str, body: Callable[[int], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -82,6 +87,6 @@ async def test_small_requests_are_answered_beside_a_megabyte(
                 in_front.append(await longest_hold_s(server, target, larges[number + 1]))
         print("ms beside", sorted(f"{1e3 * hold_s:.1f}" for hold_s in beside))
         print("ms in front", sorted(f"{1e3 * hold_s:.1f}" for hold_s in in_front))
-        assert statistics.median(beside) < statistics.median(in_front) / 2.5
+        assert usual(beside) < usual(in_front) / 2.5
         sent = sum(request.target in (CHAT, target) for request in (*one.received, *two.received))
         assert f'kvroute_prompts_total{{mode="tokens"}} {sent}.0' in server.metrics.render().decode()
