@@ -29,6 +29,11 @@ class EventLoop:
     def clock(self) -> float:
         return self.now_s
 
+    @property
+    def is_due(self) -> bool:
+        """Whether anything is still to come."""
+        return bool(self._heap)
+
     def at(self, when_s: float, do: Callable[..., None], *arguments: object) -> None:
         self._order += 1
         heappush(self._heap, (when_s, self._order, do, arguments))

@@ -43,7 +43,6 @@ class Simulation:
         self._retry = Retry()
         self._retry_budget = RetryBudget(self._retry)
         self._pumps = 0
-        self._is_more_to_come = True
         self._ended: Callable[[Record], None] = _nothing
 
     def _router(self, policy: Policy) -> Router[Record]:
@@ -91,7 +90,8 @@ class Simulation:
     def measure(self, arrivals: Iterable[Arrival]) -> list[Measured]:
         """The same, and no more is kept of a request that has ended than what a client would have measured.
 
-        Arrivals are taken as they come.
+        Arrivals are taken as they come. RuntimeError when a request never ended: figures without it would be
+        too good.
         """
         measured: list[Measured | None] = []
 
@@ -102,7 +102,10 @@ class Simulation:
             measured[record.number] = record.measured(self.names, self.setting.token_overhead_s)
 
         self._run(arrivals, begun, ended)
-        return [one for one in measured if one is not None]
+        made = [one for one in measured if one is not None]
+        if len(made) < len(measured):
+            raise RuntimeError(f"{len(measured) - len(made)} of {len(measured)} requests never ended")
+        return made
 
     def check_integrity(self) -> None:
         """Raise unless everything is back where it began: for tests, after `run`."""
@@ -135,7 +138,6 @@ class Simulation:
     def _expect_next(self, arrivals: Iterator[Arrival], number: int, begun: Callable[[Record], None]) -> None:
         arrival = next(arrivals, None)
         if arrival is None:
-            self._is_more_to_come = False
             return
         if arrival.arrival_s < self.now_s:
             raise ValueError(
@@ -166,10 +168,10 @@ class Simulation:
             self._answered(ticket.item, self.router.expire(ticket))
 
     def _read_metrics(self) -> None:
-        """The router's regular look at what engines say of themselves, while there is anything to come."""
+        """The router's regular look at what engines say of themselves, while anything else is due."""
         for engine, load in zip(self.engines, self.router.loads, strict=True):
             load.report_kv(engine.scheduler.cache.used_ratio, self.setting.kv_tokens)
-        if self._is_more_to_come or self._loop.inside:
+        if self._loop.is_due:
             assert self.setting.metrics_s is not None
             self._loop.after(self.setting.metrics_s, self._read_metrics)
 

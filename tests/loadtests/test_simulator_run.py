@@ -15,6 +15,7 @@ from kvroute.conductor.index import Holder
 from kvroute.loadtests.results.combine import result
 from kvroute.loadtests.results.figures import Facts
 from kvroute.loadtests.results.measured import Limits
+from kvroute.loadtests.simulator.requests import Attempt
 from kvroute.loadtests.simulator.setting import Setting
 from kvroute.loadtests.simulator.simulation import Record, Simulation
 from kvroute.loadtests.traces.arrivals import Arrival, arrivals
@@ -120,6 +121,32 @@ def test_what_is_measured_is_kept_and_nothing_else() -> None:
     assert one.end_s == record.end_s + 2 * 0.001
     assert one.longest_gap_s == record.longest_gap_s + 0.001
     assert one.predicted_ttft_s == pytest.approx(record.first_s - 3.0)
+
+
+def test_a_request_that_never_ends_is_no_figure_and_no_endless_run() -> None:
+    """An engine that forgets what it is given, and metrics that are read while anything is due."""
+    simulation = Simulation(Setting(workers=1, metrics_s=2.0), make_policy("round_robin", {}))
+    submit = simulation.fleet.submit
+
+    def lose_the_second(attempt: Attempt) -> None:
+        if attempt.record.number != 1:
+            submit(attempt)
+
+    simulation.fleet.submit = lose_the_second  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="1 of 3 requests never ended"):
+        simulation.measure(requests(*[(float(i), 1000, 3, (i,)) for i in range(3)]))
+
+
+@pytest.mark.parametrize(("metrics_s", "learned"), [(0.5, True), (None, False)])
+def test_the_router_reads_what_engines_show_in_use(metrics_s: float | None, learned: bool) -> None:
+    """Four requests decode over the same 20,000 tokens, which lie there once."""
+    blocks = tuple(range(40))
+    work = requests(*[(float(i), 20_480, 400, blocks) for i in range(4)])
+    setting = Setting(workers=1, kv_tokens=100_000, metrics_s=metrics_s)
+    simulation, _ = run(setting, make_policy("round_robin", {}), work)
+    (load,) = simulation.router.loads
+    assert (load.kv_usage_ratio is not None) == learned
+    assert (load.kv_share < 0.9) == learned
 
 
 def test_who_comes_at_the_same_moment_runs_in_the_same_step() -> None:
