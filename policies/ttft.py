@@ -69,7 +69,7 @@ class Ttft:
     infeasible: they are taken only when no other is left, the cheapest first, or, with `admission` "slo", not
     at all. ITL is judged by the load when decode will begin: whoever is queued now decodes by then.
 
-    With `hold`, a request whose cheapest worker has most of a step's prefill ahead, or no KV room, waits
+    With `hold`, a request whose cheapest worker has a step's prefill ahead, or no KV room, waits
     in the gateway, short ones first and aged by `age_weight`; its prefill counts as promised for those
     behind it. When a worker frees it is priced again, and goes where it is then cheapest.
 

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from kvroute.load import Charge, WorkerLoad
+from kvroute.policies.costs.pace import UNKNOWN_KV_TOKENS
 
 
 def test_a_queue_is_the_sum_of_its_prefills_less_what_the_head_has_done() -> None:
@@ -150,3 +151,27 @@ def test_a_report_of_an_engine_with_little_to_decode_tells_nothing() -> None:
     load.charge(0.0, prompt_tokens=5000)
     load.report_kv(0.1, 10_000)
     assert (load.kv_share, load.kv_usage_ratio) == (1.0, 0.1)
+
+
+@pytest.mark.parametrize("room_tokens", [0, UNKNOWN_KV_TOKENS])
+def test_a_report_tells_nothing_of_an_idle_engine_or_of_room_that_is_not_known(room_tokens: int) -> None:
+    load = WorkerLoad()
+    load.report_kv(0.0, room_tokens)
+    assert load.kv_share == 1.0
+    if room_tokens:
+        load.charge(0.0, prompt_tokens=1_000_000).first_byte(0.0)
+        load.report_kv(0.1, room_tokens)
+    assert load.kv_share == 1.0
+
+
+def test_what_other_replicas_have_there_makes_the_share_no_smaller_and_no_more_than_all() -> None:
+    load = WorkerLoad()
+    load.charge(0.0, prompt_tokens=4000).first_byte(0.0)
+    for _ in range(50):
+        load.report_kv(0.2, 10_000)  # half of it is shared
+    assert load.kv_share == pytest.approx(0.5)
+    load.add_others(4, 0)
+    for _ in range(50):
+        load.report_kv(0.9, 10_000)
+    assert load.kv_share == pytest.approx(1.0)
+    assert load.kv_used_tokens == pytest.approx(4000)

@@ -100,7 +100,7 @@ class WorkerLoad:
     """Prefill seconds of late, fading with `PREFILL_SHARE_TAU_S`, as of `prefilled_at_s`."""
     prefilled_at_s: float = 0.0
     version: int = 0
-    """Grows with every change of what prices are made of: all above but what engines report."""
+    """Grows with every change of what prices are made of: all above but what engines report as it is."""
     active_keys: dict[int, int] = field(default_factory=dict)
     """References to the blocks of running requests; kept only for a policy that `needs_active_keys`."""
     _pending: dict[Charge, None] = field(default_factory=dict)
@@ -184,10 +184,11 @@ class WorkerLoad:
     def report_kv(self, usage_ratio: float, room_tokens: int) -> None:
         """The engine says what share of its KV room is in use; what is idle in its cache does not count.
 
-        Held against the decodes alone: what is being prefilled makes the share too high rather than too low.
+        Held against this gateway's decodes alone: what is being prefilled, or is another replica's, makes the
+        share too high rather than too low.
         """
         self.kv_usage_ratio = usage_ratio
-        if self.context_tokens < KV_SHARE_FROM * room_tokens:
+        if self.context_tokens <= KV_SHARE_FROM * room_tokens:
             return
         seen = usage_ratio * room_tokens / self.context_tokens
         self.kv_share += KV_SHARE_STEP * (min(1.0, max(MIN_KV_SHARE, seen)) - self.kv_share)
