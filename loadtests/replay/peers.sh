@@ -2,10 +2,13 @@
 # PEERS=DIR peers.sh [replay options]     kvroute beside the routers of others, in front of the same mock engines.
 #
 # DIR is a virtual environment with them: pip install vllm-router, and pip install --no-deps sglang-router.
-# KVROUTE names our command; KV_BLOCKS, ENGINES, PRESET, PORT and OUT change the setting.
+# KVROUTE names our command; KV_BLOCKS, ENGINES, PRESET, PORT and OUT change the setting. DILATION makes the engines so many
+# times slower than the preset, so that a small machine keeps up: ask for as much less, and allow as much more. SPEED is what
+# kvroute is told of their speed: a file of `kvroute calibrate`, or a preset.
 set -eu
 KVROUTE=${KVROUTE:-kvroute} ENGINES=${ENGINES:-4} KV_BLOCKS=${KV_BLOCKS:-10000} PORT=${PORT:-9110} OUT=${OUT:-peers.json}
-PRESET=${PRESET:-llama-3-70b-a100-tp8} LOGS=$(mktemp -d)
+PRESET=${PRESET:-llama-3-70b-a100-tp8} DILATION=${DILATION:-1} LOGS=$(mktemp -d)
+SPEED=${SPEED:-$PRESET}
 : "${PEERS:?the virtual environment that has vllm-router and sglang-router}"
 
 PIDS=()
@@ -19,15 +22,15 @@ answers() { # NAME URL: the model list comes within 60 s
 
 URLS=(); for ((i = 1; i <= ENGINES; i++)); do URLS+=("http://127.0.0.1:$((PORT + i))"); done
 launch engines "$KVROUTE" mock-engine --port $((PORT + 1)) --engines "$ENGINES" --preset "$PRESET" \
-    --kv-blocks "$KV_BLOCKS" --kv-events
+    --kv-blocks "$KV_BLOCKS" --speed "$(awk "BEGIN {print 1 / $DILATION}")" --kv-events
 for url in "${URLS[@]}"; do answers engines "$url"; done
 
 cat > "$LOGS/gateway.yaml" <<Y
 port: $((PORT + 90))
 policy: ttft
-speed: $PRESET
+speed: $SPEED
 workers: [$(IFS=,; echo "${URLS[*]}")]
-models: {mock: {source: engine}}
+models: {mock: {source: engine, tokenize_timeout_s: 2}}
 admin: {enabled: false}
 Y
 launch kvroute "$KVROUTE" serve --config "$LOGS/gateway.yaml"
