@@ -18,6 +18,8 @@ from kvroute.loadtests.results.series import series
 
 RESAMPLES = 10_000
 WARM_UP = 0.1
+OF_THE_MACHINE = frozenset({"decision_us"})
+"""Figures that differ when a run is made again; the others of a simulation do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ def make_row(
             **data,
             "seeds": len(results),
             "limits": {"ttft_s": limits.ttft_s, "tpot_s": limits.tpot_s},
-            "ci95": dict(zip(names, intervals(table), strict=True)),
+            "ci95": dict(zip(names, _unless(_is_repeated(results), table), strict=True)),
             "little_reason": next((one.little_reason for one in results if one.little_reason), None),
             "paired": None if against is None else paired(results, *against),
             "series": results[0].series or Series(),
@@ -109,13 +111,26 @@ def paired(results: Sequence[Result], name: str, others: Sequence[Result]) -> Pa
         [mine.figures[name] - theirs.figures[name] for name in names]
         for mine, theirs in zip(results, others, strict=True)
     ]
+    bounds_of = _unless(_is_repeated(results) and _is_repeated(others), table)
     return Paired(
         name,
         {
             name: (mean, *(bounds or (None, None)))
-            for name, mean, bounds in zip(names, _means(table), intervals(table), strict=True)
+            for name, mean, bounds in zip(names, _means(table), bounds_of, strict=True)
         },
     )
+
+
+def _unless(is_repeated: bool, table: Sequence[Sequence[float]]) -> list[Bounds | None]:
+    """`intervals`, but none of one run made again and again: its width of 0 would pass for certainty."""
+    return intervals(table[:1] if is_repeated else table)
+
+
+def _is_repeated(results: Sequence[Result]) -> bool:
+    """Whether every seed came to the very same, as where nothing about the requests is drawn."""
+    names = [name for name in results[0].figures if name not in OF_THE_MACHINE]
+    table = np.array([[one.figures[name] for name in names] for one in results])
+    return bool(np.array_equal(table, np.broadcast_to(table[0], table.shape), equal_nan=True))
 
 
 def _means(table: Sequence[Sequence[float]]) -> list[float | None]:

@@ -62,6 +62,23 @@ def test_differences_are_paired_by_seed() -> None:
     assert single.figures["goodput"] == (pytest.approx(0.1), None, None)
 
 
+def test_one_run_made_again_under_every_seed_has_no_intervals() -> None:
+    """A file's requests without jitter: all but the clock of the machine comes out the same."""
+    same = [
+        Result({**one.figures, "decision_us": us}) for one, us in zip(results(0.4, 0.4), (7, 9), strict=True)
+    ]
+    better = [Result({**one.figures, "decision_us": 7.0}) for one in results(0.5, 0.5)]
+    made = make_row(better, Limits(), ABOUT, ("first", same))
+    assert set(made.ci95.values()) == {None}
+    assert made.paired is not None
+    assert made.paired.figures["goodput"] == (pytest.approx(0.1), None, None)
+    assert (made.seeds, made.goodput) == (2, 0.5)
+    drawn = [Result({**one.figures, "decision_us": 7.0}) for one in results(0.5, 0.6)]
+    paired = make_row(drawn, Limits(), ABOUT, ("first", same)).paired
+    assert paired is not None
+    assert paired.figures["goodput"] == pytest.approx((0.15, 0.1, 0.2)), "by chance of its own"
+
+
 def test_intervals_are_those_of_the_bootstrap() -> None:
     ((low, high),) = intervals([[0.0], [1.0]])  # type: ignore[misc]
     assert (low, high) == (0.0, 1.0)  # both drawn alike in a quarter of the draws each
