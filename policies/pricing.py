@@ -29,7 +29,7 @@ from kvroute.load import PREFILL_SHARE_TAU_S, WorkerLoad
 from kvroute.policies.costs.pace import Pace
 from kvroute.types import NO_MATCH, Cost, Fleet, PrefixMatch, RequestView, Tier
 
-MAX_PREFILL_SHARE = 0.9
+MAX_PREFILL_SHARE = 0.8
 """Of a worker's time. Beyond it, decodes would be kept away from the one that prefills most for good."""
 REQUEST_S = 0.002
 """What an engine's server spends on a request before its scheduler sees it, one request after another: vLLM's

@@ -94,9 +94,9 @@ class Ttft:
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        cache_weight: Weight = 2.0
+        cache_weight: Weight = 2.5
         delay_weight: Weight = 0.7
-        stall_weight: Weight = 0.3
+        stall_weight: Weight = 0.4
         decode_weight: Weight = 0.15
         hold: bool = True
         age_weight: Weight = 30.0
