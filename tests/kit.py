@@ -16,6 +16,8 @@ from kvroute.router.server import GatewayServer
 CHAT = "/v1/chat/completions"
 HANG_S = 30.0
 """Ends a test that hangs, and says nothing of speed: what takes 50 ms takes seconds on a busy machine."""
+ASKING: dict[str, Any] = {"source": "engine", "tokenize_timeout_s": HANG_S}
+"""A model whose engines tokenise, for as long as a busy machine needs."""
 PROBED = ("/health", "/metrics", "/v1/models", "/server_info?config_format=json", "/kv_event_sources")
 
 
@@ -349,14 +351,6 @@ async def gateway(*engines: Engine, ready: bool = True, **fields: Any) -> AsyncI
         assert all(m.load.pending_prefill_tokens == 0 for m in server.registry.members.values())
     finally:
         await server.stop()
-
-
-def give_time_for_tokens(server: GatewayServer) -> None:
-    """Engines of a busy machine may take as long as they need to tokenise a prompt."""
-    assert server._tokens is not None
-    asker = server._tokens._tokenizers._engine
-    assert asker is not None
-    asker._budget_s = HANG_S
 
 
 async def until(condition: Callable[[], bool], within_s: float = HANG_S) -> float:

@@ -68,7 +68,10 @@ class EngineTokenizer:
         if isinstance(question, list):
             return pack_ids(question)
         headers = {"content-type": "application/json"}
-        request = self._client.build_request("POST", f"{url}/tokenize", content=question, headers=headers)
+        # The budget is the only limit: a client's own, of 5 s by default, would end longer ones.
+        request = self._client.build_request(
+            "POST", f"{url}/tokenize", content=question, headers=headers, timeout=None
+        )
         response = await self._client.send(request, stream=True)
         try:
             if response.status_code != httpx.codes.OK:

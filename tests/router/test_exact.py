@@ -17,7 +17,7 @@ from kvroute.conductor.events import EventSource
 from kvroute.loadtests.mock_engine import MockFleet, MockOptions
 from kvroute.router.gateway import PARSE_TOOLS_IN_THREAD_BYTES
 from kvroute.router.server import GatewayServer
-from tests.kit import HANG_S, Engine, fast_config, gateway, give_time_for_tokens, until
+from tests.kit import ASKING, HANG_S, Engine, fast_config, gateway, until
 
 BLOCK = 16
 IDS = list(range(1000, 1300))
@@ -90,14 +90,13 @@ async def side(
         http = await stack.enter_async_context(httpx.AsyncClient(timeout=HANG_S))
         given = {
             "policy": "prefix_affinity",
-            "models": {"mock": {"source": "engine"}},
+            "models": {"mock": ASKING},
             "admin": {"enabled": True, "port": 0},
             **fields,
             "workers": fleet.urls,
         }
         server = GatewayServer(fast_config(**given))
         await server.start()
-        give_time_for_tokens(server)
         stack.push_async_callback(server.stop)
         this = Side(fleet, server, http)
         await until(lambda: len(server.knowledge.following.feed.followed) == len(fleet.urls) and this.exact())

@@ -14,7 +14,7 @@ import pytest
 from kvroute.conductor.service import ConductorOptions, ConductorServer
 from kvroute.loadtests.mock_engine import MockFleet, MockOptions
 from kvroute.router.server import GatewayServer
-from tests.kit import HANG_S, fast_config, give_time_for_tokens, until
+from tests.kit import ASKING, HANG_S, fast_config, until
 
 BODY = {"model": "mock", "prompt": list(range(1000, 1300)), "max_tokens": 1}
 
@@ -33,14 +33,13 @@ async def conductor(lookup: str) -> AsyncIterator[ConductorServer]:
 async def asking(fleet: MockFleet, address: str, **fields: Any) -> AsyncIterator[GatewayServer]:
     config = fast_config(
         policy="prefix_affinity",
-        models={"mock": {"source": "engine"}},
+        models={"mock": ASKING},
         admin={"enabled": True, "port": 0},
         workers=fleet.urls,
         conductor={"connect": address, "budget_s": HANG_S, **fields},
     )
     server = GatewayServer(config)
     await server.start()
-    give_time_for_tokens(server)
     try:
         wanted = len(fleet.urls)
         await until(lambda: sum(m.state.value == "ready" for m in server.registry.members.values()) == wanted)

@@ -44,6 +44,17 @@ def ask(
     return asyncio.run(run()), seen
 
 
+def test_nothing_but_the_budget_ends_a_question() -> None:
+    limits: list[dict[str, float | None]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        limits.append(request.extensions["timeout"])
+        return httpx.Response(200, json={"tokens": [1]})
+
+    ask(COMPLETIONS, {"model": "m", "prompt": "a"}, answer)
+    assert [set(each.values()) for each in limits] == [{None}], "the client's own is 5 s"
+
+
 def test_chat_is_asked_as_the_engine_will_read_it() -> None:
     old = {"role": "assistant", "content": "x", "reasoning_content": "r"}
     both = {**old, "reasoning": "new"}
