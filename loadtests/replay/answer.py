@@ -18,7 +18,7 @@ TIMEOUTS = frozenset(
 WORKER_HEADERS = (b"x-kvroute-worker", b"x-mock-engine")
 """Who answered; the second is passed on by routers that do not say so themselves."""
 DECISION_HEADER = b"x-kvroute-decision"
-_TERM = re.compile(rb"; (?:queue|load|prefill|handoff)_ms=([0-9.]+)")
+_TERM = re.compile(rb"; (?:queue|load|prefill|handoff)_ms=([0-9]+(?:\.[0-9]+)?)")
 """Of a decision: what makes up the time to the first token."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from urllib.parse import quote
 
 import orjson
 
@@ -13,6 +14,8 @@ from kvroute.loadtests.traces.prompts import MIN_ID, Prompts
 
 APIS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 PROMPTS = ("ids", "text")
+_PLAIN = "!#$&'()*+,/:;=?@[]^`{|}"
+"""What a header's value may hold as it is, beside letters and digits."""
 _FIXED = {
     "temperature": 0,
     "ignore_eos": True,
@@ -56,7 +59,8 @@ class Bodies:
         length = arrival.output_tokens
         body = self._body(self._prompt(arrival), length)
         session = arrival.view.session_id
-        fields = b"" if session is None else b"x-session-id: %b\r\n" % session.encode()
+        # A trace's names may be anything, line ends too.
+        fields = b"" if session is None else b"x-session-id: %b\r\n" % quote(session, _PLAIN).encode()
         tokens = arrival.view.prompt_tokens
         return Request(arrival.arrival_s, self._path, body, fields, tokens, length, counts)
 

@@ -39,7 +39,9 @@ def replay(
     ] = "stop",
     workload: Annotated[
         str | None,
-        typer.Option(help="Generated requests instead: chat, agents, documents, mixed [default: mixed]."),
+        typer.Option(
+            help="Generated: chat, shared, agents, documents, scans, bursts or mixed [default: mixed]."
+        ),
     ] = None,
     requests: Annotated[int | None, typer.Option(help="Requests of a workload [default: 4000].")] = None,
     rate: Annotated[float | None, typer.Option(help="Of a workload, per second [default: 4].")] = None,

@@ -109,6 +109,9 @@ def test_a_decision_foretells_the_first_token() -> None:
     assert predicted_ttft_s(said) == pytest.approx(0.0305)
     assert predicted_ttft_s(b"round_robin; reason=turn; matched_tokens=0") is None
     assert predicted_ttft_s(b"") is None
+    assert predicted_ttft_s(b"theirs; queue_ms=1.2.3; total_ms=4") == pytest.approx(0.0012), (
+        "no request is lost"
+    )
 
 
 # --- requests ----------------------------------------------------------------------------------------
@@ -139,6 +142,16 @@ def test_a_request_of_ids_has_all_that_fixes_its_length() -> None:
         "max_tokens": 3,
         "min_tokens": 3,
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "sent"),
+    [("user-7/a:b", b"user-7/a:b"), ("a\r\nx: 1", b"a%0D%0Ax:%201"), ("50%", b"50%25"), ("é", b"%C3%A9")],
+)
+def test_a_sessions_name_stays_one_header(name: str, sent: bytes) -> None:
+    (arrival,) = arrivals(Trace("t", 4, (Row(0.5, 6, 3, (7, 8), name),)), 4)
+    bodies = Bodies(Form(), "m", Due(Trace("t", 4, ())).prompts)
+    assert bodies.request(arrival).fields == b"x-session-id: %b\r\n" % sent
 
 
 def test_text_goes_as_a_prompt_or_as_a_chat() -> None:
