@@ -15,6 +15,8 @@ from kvroute.loadtests.results.measured import Measured
 
 AT_LIMIT = "in_flight_limit"
 """Why a request was not sent at all: so many were under way that this client takes no more."""
+CLIENT_ERROR = "client_error"
+"""A defect of this client, whose trace is logged: the request counts all the same."""
 
 
 @dataclass(slots=True)
@@ -85,25 +87,30 @@ class Player:
                 await asyncio.sleep(wait_s)
             self.sent += 1
             if len(self._tasks) >= self._max_in_flight:
-                self.played.requests.append(_not_sent(request))
+                self.played.requests.append(_failed(request, AT_LIMIT))
                 continue
             gaps = self.played.gaps if request.counts else self._uncounted
             task = asyncio.ensure_future(self._target.ask(request, epoch_s, gaps))
             self._tasks.add(task)
-            task.add_done_callback(partial(self._ended, request.output_tokens))
+            task.add_done_callback(partial(self._ended, request))
             self.played.most_in_flight = max(self.played.most_in_flight, len(self._tasks))
             await asyncio.sleep(0)  # it goes out now, before the next one is made
 
-    def _ended(self, output_tokens: int, task: asyncio.Task[Measured]) -> None:
+    def _ended(self, request: Request, task: asyncio.Task[Measured]) -> None:
         self._tasks.discard(task)
         if task.cancelled():
             self.played.cut += 1
             return
+        error = task.exception()
+        if error is not None:
+            self.played.requests.append(_failed(request, CLIENT_ERROR))
+            task.get_loop().call_exception_handler({"message": CLIENT_ERROR, "exception": error})
+            return
         made = task.result()
         self.played.requests.append(made)
-        if made.failure is None and made.output_tokens != output_tokens:
+        if made.failure is None and made.output_tokens != request.output_tokens:
             self.played.other_length += 1
 
 
-def _not_sent(request: Request) -> Measured:
-    return Measured(request.due_s, request.prompt_tokens, request.output_tokens, failure=AT_LIMIT)
+def _failed(request: Request, why: str) -> Measured:
+    return Measured(request.due_s, request.prompt_tokens, request.output_tokens, failure=why)

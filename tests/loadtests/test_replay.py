@@ -186,6 +186,29 @@ async def stream_ok(_received: Received, wire: Wire) -> None:
     await wire.chunk(b"")
 
 
+class Defective:
+    """A target that raises what nobody foresaw."""
+
+    async def ask(self, request: Request, epoch_s: float, gaps: Gaps) -> Measured:
+        if request.due_s:
+            raise KeyError("a defect")
+        return Measured(0.0, 1, request.output_tokens, first_s=0.1, end_s=0.1)
+
+
+async def test_a_defect_of_the_client_counts_as_a_failure_and_is_told() -> None:
+    told: list[object] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: told.append(context["exception"]))
+    asked = [Request(at_s, "/v1/completions", b"", b"", 7, 1) for at_s in (0.0, 0.001)]
+    target: Any = Defective()
+    played = await Player(target, 10).play(asked, loop.time())
+    assert sorted((one.arrival_s, one.failure) for one in played.requests) == [
+        (0.0, None),
+        (0.001, "client_error"),
+    ]
+    assert [repr(error) for error in told] == ["KeyError('a defect')"]
+
+
 async def play(
     engine: Engine, requests: list[Request], limit: int = 100, timeout_s: float = 60.0, stop_s: float = 0.0
 ) -> tuple[Played, Player]:
