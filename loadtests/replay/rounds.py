@@ -164,9 +164,11 @@ def _run(replay: Replay, number: int, at: int, model: str) -> Run:
 
 
 def rows(replay: Replay, played: Sequence[Sequence[Played]]) -> list[Row]:
-    """One for each target that was sent anything; the others' are paired with the first's."""
+    """One for each target that was sent anything; the others' are paired with the first's, where all rounds
+    came to the same requests: of one that was stopped, the rest would be compared with all.
+    """
     made: list[Row] = []
-    first = None
+    first, counts = None, [len(one.requests) for one in played[0]]
     for target, rounds in zip(replay.targets, played, strict=True):
         if not rounds:
             continue
@@ -177,7 +179,7 @@ def rows(replay: Replay, played: Sequence[Sequence[Played]]) -> list[Row]:
             "setting": _setting(replay, target),
         }
         warm_up = int(replay.due(0, 0).count * replay.warm_up)
-        against = first if first is not None and len(first[1]) == len(rounds) else None
+        against = first if [len(one.requests) for one in rounds] == counts else None
         one, results = row(target.name, rounds, replay.limits, about, warm_up, against)
         made.append(one)
         first = first or (target.name, results)

@@ -15,7 +15,7 @@ from kvroute.loadtests.replay.bodies import Bodies, Form
 from kvroute.loadtests.replay.gaps import Gaps
 from kvroute.loadtests.replay.outcome import Lag, notes, row
 from kvroute.loadtests.replay.player import Played, Player
-from kvroute.loadtests.replay.rounds import Named, Replay, named
+from kvroute.loadtests.replay.rounds import Named, Replay, named, rows
 from kvroute.loadtests.replay.running import Access, Due, Run, check_jobs, run_in_loop
 from kvroute.loadtests.replay.saving import save_trace
 from kvroute.loadtests.replay.stream import MAX_EVENT_BYTES, TokenStream
@@ -481,6 +481,16 @@ def test_a_row_has_the_rounds_means_and_the_lag_beside_them() -> None:
     assert "too slow for its own schedule" in said[1]
     assert said[2] == "r: failed: http_500 1"
     assert not any("warning" in note for note in notes("r", [slow]))
+
+
+@pytest.mark.parametrize(("answered", "is_paired"), [(10, True), (9, False)])
+def test_a_round_that_was_stopped_is_paired_with_nothing(answered: int, is_paired: bool) -> None:
+    targets = [Named(name, Access(f"http://{name}")) for name in "ab"]
+    asked = Replay(targets, GeneratedSource("chat", 10))
+    whole, other = run_of([0.1] * 10, 0.0), run_of([0.2] * answered, 0.0)
+    first, second = rows(asked, [[whole], [other]])
+    assert first.paired is None
+    assert (second.paired is not None) == is_paired
 
 
 def test_lag_of_nothing() -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from kvroute.cli import app
 from kvroute.loadtests.mock_engine import MockFleet, MockOptions
+from kvroute.loadtests.replay.answer import Request
 from kvroute.loadtests.replay.player import Player
 
 WORK = ("--workload", "chat", "--requests", "300", "--scale", "0.25")
@@ -104,8 +105,8 @@ def test_an_interrupt_shows_what_was_measured(
     """It comes with the third answer of the first round; the second round is never begun."""
     path, ended = tmp_path / "r.json", Player._ended
 
-    def interrupt(self: Player, output_tokens: int, task: Any) -> None:
-        ended(self, output_tokens, task)
+    def interrupt(self: Player, request: Request, task: Any) -> None:
+        ended(self, request, task)
         if len(self.played.requests) == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
