@@ -176,6 +176,8 @@ def test_seeds_that_change_nothing_and_lines_left_out_are_remarked(tmp_path: Pat
         (["--trace", "TRACE", "--format", "xml"], "--format: unknown 'xml'; known: auto, mooncake"),
         (["--trace", "TRACE", "--bad-lines", "fix"], "--bad-lines: unknown 'fix'; known: stop, skip"),
         (["--trace", "TRACE", "--block-size", "100"], "--block-size: t: block_tokens must divide"),
+        (["--block-size", "0"], "--block-size: mixed: block_tokens must be at least 1, got 0"),
+        (["--preset", "polynomial-64x16384", "--block-size", "0"], "block_tokens must be at least 1, got 0"),
         (["--requests", "0"], "--requests must be from 1 to 1000000, got 0"),
         (["--requests", "1000001"], "--requests must be from 1 to 1000000, got 1000001"),
         (["--rate", "0"], "--rate must be above 0 and at most 100000 per second, got 0"),
@@ -229,6 +231,14 @@ def test_a_warm_up_that_never_ends_is_a_run_that_failed() -> None:
     result = run(*FEW, "--warm-up", "fill")
     assert result.exit_code == 1
     assert "kvroute: round_robin on chat x1, 2 workers, seed 1: ValueError: --warm-up fill: " in result.stderr
+
+
+@pytest.mark.parametrize("slow", [["--speed", "1e-300"], ["--rate", "1e-300"]])
+def test_what_would_take_years_is_a_run_that_failed(slow: list[str]) -> None:
+    result = run("--requests", "5", "--seeds", "1", "--jobs", "1", "--policy", "round_robin", *slow)
+    assert result.exit_code == 1
+    assert "--speed, --rate or the times of the trace: the last request comes after " in result.stderr
+    assert "at most 3.16e+07 s, a year, are simulated" in result.stderr
 
 
 def children_of(pid: int) -> list[int]:

@@ -22,7 +22,8 @@ def save_trace(due: Due, path: Path, format: str, block_tokens: int | None = Non
     try:
         if format == "vllm":
             return write_text(path, due.arrivals(), due.prompts)
-        cut = Cut(due.trace.block_tokens, block_tokens or due.trace.block_tokens, due.scale)
+        wanted = due.trace.block_tokens if block_tokens is None else block_tokens
+        cut = Cut(due.trace.block_tokens, wanted, due.scale)
         return write_mooncake(path, due.arrivals(), cut)
     except ValueError as error:
         raise ReplayError(f"--write-trace: {error}") from None

@@ -24,6 +24,8 @@ MAX_RUNS = 10_000
 OUTPUTS = ("learned", "known")
 MAX_SEEDS = 1000
 MAX_SPEED = 1000.0
+MAX_SPAN_S = 366 * 86400.0
+"""Simulated: engines are asked for their metrics every so often, however little comes."""
 TTFT_INCLUDES = "time held, queueing, loads and transfers of KV, prefill; no network, no tokenising"
 
 
@@ -75,7 +77,8 @@ class FleetOf:
 
     def setting_for(self, source: Source) -> Setting:
         """With blocks as they are asked for."""
-        return replace(self.setting, block_tokens=self.block_tokens or source.block_tokens)
+        tokens = source.block_tokens if self.block_tokens is None else self.block_tokens
+        return replace(self.setting, block_tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +180,12 @@ class Comparison:
 
     def _arriving(self, source: Source, setting: Setting, run: Run) -> Iterator[Arrival]:
         trace = source(run.seed)
+        span_s = trace.rows[-1].arrival_s / run.speed
+        if span_s > MAX_SPAN_S:
+            raise ValueError(
+                f"--speed, --rate or the times of the trace: the last request comes after {span_s:.3g} s; at "
+                f"most {MAX_SPAN_S:.3g} s, a year, are simulated"
+            )
         return arriving(trace, setting.block_tokens, run.speed, self.jitter_s, run.seed, self.process)
 
     def _warm_up(self, source: Source, setting: Setting, run: Run) -> int:

@@ -151,7 +151,7 @@ def fleets(
     if known is not None:
         if "scale" in fields:
             raise ValueError(f"--scale: the steps of {preset} take what they take; leave it out")
-        base, block_tokens = known, block_tokens or known.block_tokens
+        base, block_tokens = known, known.block_tokens if block_tokens is None else block_tokens
     else:
         base = _of_speed(preset)
     numbers = [_counted(text) for text in workers]

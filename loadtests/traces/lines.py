@@ -63,6 +63,8 @@ def open_trace(path: Path) -> BufferedReader:
     try:
         if path.is_dir():
             raise TraceError(path, " is a directory; the path of a trace file is expected")
+        if path.is_fifo():
+            raise TraceError(path, " is a pipe, and a trace is read more than once; write it to a file first")
         if path.suffix == ".gz":
             return BufferedReader(gzip.GzipFile(path), HEAD_BYTES)
         return BufferedReader(FileIO(path), HEAD_BYTES)

@@ -352,6 +352,9 @@ def test_what_is_no_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         read_trace(Path("x/none"))
     with pytest.raises(lines.TraceError, match="is a directory; the path of a trace file is expected"):
         read_trace(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(lines.TraceError, match=r"pipe is a pipe, and a trace is read more than once"):
+        read_trace(tmp_path / "pipe")
 
 
 @pytest.mark.parametrize("text", ["", "\n \n", "\ufeff"])
