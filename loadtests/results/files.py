@@ -79,7 +79,11 @@ def write_results(
 ) -> None:
     """Into every file that is named; "-" is standard output, for JSON. ResultsError when that fails."""
     if json == STDOUT:
-        sys.stdout.write(to_json(rows).decode())
+        try:
+            sys.stdout.write(to_json(rows).decode())
+            sys.stdout.flush()
+        except OSError as error:
+            raise ResultsError(f"--json: standard output: {error.strerror}; it was not written") from None
     for path, write in ((json, _write_json), (csv, _write_csv), (parquet, _write_parquet)):
         if path is None or (path == STDOUT and path is json):
             continue

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
+from io import TextIOWrapper
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,16 @@ def test_json_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_dash_is_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     write_results([row()], Path("-"))
     assert json.loads(capsys.readouterr().out)[0]["goodput"] == 0.5
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_standard_output_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "wb", buffering=0) as full, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", TextIOWrapper(full, write_through=True))
+        with pytest.raises(
+            ResultsError, match=r"^--json: standard output: No space left on device; it was not"
+        ):
+            write_results([row()], files.STDOUT)
 
 
 def test_csv_has_a_column_for_each_figure_and_bound(tmp_path: Path) -> None:
