@@ -212,7 +212,7 @@ def test_a_router_may_be_told_how_long_answers_will_be() -> None:
         one.output_tokens for one in requests
     ]
     learned, known = (
-        small(outputs=outputs).simulate(Run(0, 0, 80.0, 1, 2)).figures["e2e_ms.mean"]
+        small(outputs=outputs).simulate(Run(0, 0, 40.0, 1, 2)).figures["e2e_ms.mean"]
         for outputs in ("learned", "known")
     )
     assert learned != known
