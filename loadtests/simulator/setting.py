@@ -14,6 +14,10 @@ from kvroute.policies.costs.speeds import PRESETS, Speed
 from kvroute.types import Role, Tier
 
 
+MAX_SCALE = 1000
+"""Times the preset: a run of slower engines would not end."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A worker dies with all it holds, and comes back empty, if at all."""
@@ -93,6 +97,9 @@ class Setting:
         for name in ("workers", "kv_tokens", "block_tokens", "max_batched_tokens", "max_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for scale in (self.scale, *self.worker_scales):
+            if scale > MAX_SCALE:
+                raise ValueError(f"scale and worker_scales must be {MAX_SCALE} at most, got {scale}")
         for name in ("scale", "prefill_error", "decode_error", "hold_limit_s", "metrics_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):

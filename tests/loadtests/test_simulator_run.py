@@ -318,6 +318,7 @@ def test_nothing_is_held_where_nothing_may_be() -> None:
     [
         ({"workers": 0}, "workers must be at least 1, got 0"),
         ({"scale": 0.0}, "scale must be positive, got 0.0"),
+        ({"scale": 1e300}, "scale and worker_scales must be 1000 at most, got 1e"),
         ({"event_lag_s": -1.0}, r"event_lag_s must be 0 or more, got -1.0"),
         ({"kv_tokens": 100}, "kv_tokens must hold a block of 512 tokens at least, got 100"),
     ],
