@@ -13,7 +13,6 @@ from kvroute.policies.costs.pace import Pace
 from kvroute.policies.costs.speeds import PRESETS, Speed
 from kvroute.types import Role, Tier
 
-
 MAX_SCALE = 1000
 """Times the preset: a run of slower engines would not end."""
 
