@@ -96,9 +96,6 @@ class Setting:
         for name in ("workers", "kv_tokens", "block_tokens", "max_batched_tokens", "max_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for scale in (self.scale, *self.worker_scales):
-            if scale > MAX_SCALE:
-                raise ValueError(f"scale and worker_scales must be {MAX_SCALE} at most, got {scale}")
         for name in ("scale", "prefill_error", "decode_error", "hold_limit_s", "metrics_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -125,6 +122,9 @@ class Setting:
             raise ValueError("memory: no bound and no peer link where prefill and decode are apart")
 
     def _check_workers(self) -> None:
+        for scale in (self.scale, *self.worker_scales):
+            if scale > MAX_SCALE:
+                raise ValueError(f"scale and worker_scales must be {MAX_SCALE} at most, got {scale}")
         for name in ("worker_scales", "worker_speeds"):
             count = len(getattr(self, name))
             if count and count != self.workers:
