@@ -12,7 +12,7 @@ VLLM_READY := $(if $(KVROUTE_VLLM_VENV),,.venv-vllm/.installed)
 
 PYTEST := $(BIN)/python -m pytest
 # Most tests wait more than they work. A file stays in one process.
-UNIT := $(PYTEST) -n 2 --dist loadfile
+UNIT := $(PYTEST) -n 3 --dist loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
