@@ -12,6 +12,7 @@ import structlog
 
 from kvroute.clock import monotonic
 from kvroute.config_groups import Health
+from kvroute.policies.costs.pace import UNKNOWN_KV_TOKENS
 from kvroute.router.discovery import (
     EngineMetrics,
     engine_of,
@@ -228,10 +229,8 @@ class Prober:
         load.reported_running, load.reported_waiting = sample.running, sample.waiting
         if sample.kv_tokens is not None:
             member.pace.kv_tokens = sample.kv_tokens * sample.data_parallel_size
-        if sample.kv_usage_ratio is None:
-            load.kv_usage_ratio = None
-        else:
-            load.report_kv(sample.kv_usage_ratio, member.pace.kv_tokens)
+        room_tokens = member.pace.kv_tokens
+        load.report_kv(sample.kv_usage_ratio, None if room_tokens == UNKNOWN_KV_TOKENS else room_tokens)
         changes: dict[str, Any] = {}
         if (
             member.config.engine is None

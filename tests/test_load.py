@@ -7,7 +7,6 @@ import random
 import pytest
 
 from kvroute.load import Charge, WorkerLoad
-from kvroute.policies.costs.pace import UNKNOWN_KV_TOKENS
 
 
 def test_a_queue_is_the_sum_of_its_prefills_less_what_the_head_has_done() -> None:
@@ -64,6 +63,18 @@ def test_context_begins_with_the_first_byte_and_kv_with_the_choice() -> None:
     assert (load.kv_tokens, load.context_tokens, load.requests) == (0, 0, 0)
 
 
+def test_what_is_yet_to_be_added_is_half_of_the_answers_that_are_decoded_and_all_of_others() -> None:
+    load = WorkerLoad()
+    one, other = load.charge(0.0, prompt_tokens=1000, output_tokens=200), load.charge(0.0, output_tokens=60)
+    assert load.growth_tokens == 260
+    one.first_byte(1.0)
+    assert load.growth_tokens == 160
+    other.release(1.5)
+    assert load.growth_tokens == 100, "it never decoded"
+    one.release(2.0)
+    assert load.growth_tokens == 0
+
+
 def test_the_share_of_time_spent_prefilling_fades() -> None:
     load = WorkerLoad()
     load.charge(0.0, prefill_s=15.0).first_byte(15.0)
@@ -115,63 +126,92 @@ def test_random_lives_leave_nothing_behind() -> None:
     for charge in alive:
         charge.release(now_s)
     assert (load.requests, load.prefilling, load.pending_prefill_s, load.active_keys) == (0, 0, 0.0, {})
-    assert load.kv_tokens == pytest.approx(0, abs=1e-3)
+    assert (load.kv_tokens, load.growth_tokens) == pytest.approx((0, 0), abs=1e-3)
 
 
-def test_reports_of_an_engine_tell_what_prefixes_are_shared() -> None:
-    """Two requests decode over 4000 tokens each; the engine shows 6000 of its 10,000 in use."""
+# --- what the engine says of its KV ------------------------------------------------------------
+
+
+def decoding(*prompt_tokens: int, output_tokens: float = 200.0) -> tuple[WorkerLoad, list[Charge]]:
     load = WorkerLoad()
-    for _ in range(2):
-        load.charge(0.0, prompt_tokens=3900, output_tokens=200.0).first_byte(0.0)
+    charges = [load.charge(0.0, prompt_tokens=each, output_tokens=output_tokens) for each in prompt_tokens]
+    for charge in charges:
+        charge.first_byte(0.0)
+    return load, charges
+
+
+def test_a_prefix_that_is_shared_lies_there_once() -> None:
+    """Two decode, 4100 tokens each by their end; of 10,000 the engine shows 6000 in use, 200 are to come."""
+    load, _ = decoding(3900, 3900)
     version = load.version
     load.report_kv(0.6, 10_000)
     assert load.kv_usage_ratio == 0.6
-    assert load.kv_share == pytest.approx(1 - 0.3 * (1 - 0.75))
-    assert load.version == version + 1
-    for _ in range(50):
-        load.report_kv(0.6, 10_000)
-    assert load.kv_share == pytest.approx(0.75)
-    assert load.kv_used_tokens == pytest.approx(0.75 * 8200)
+    assert load.kv_unbooked_tokens == pytest.approx(6000 + 2 * 100 - 8200)
+    assert load.kv_used_tokens == pytest.approx(6200)
+    assert load.version == version + 1, "prices are made of it"
+    load.report_kv(0.6, 10_000)
+    assert load.kv_used_tokens == pytest.approx(6200), "a report stands for itself"
+    load.report_kv(0.7, 10_000)
+    assert load.kv_used_tokens == pytest.approx(7200)
 
 
-def test_no_report_makes_more_than_all_of_it_or_less_than_half() -> None:
+def test_what_is_charged_and_released_after_a_report_is_added_to_it() -> None:
+    load, (first, _) = decoding(3900, 3900)
+    load.report_kv(0.6, 10_000)
+    third = load.charge(1.0, prompt_tokens=1000, uncached_tokens=1000, output_tokens=300.0)
+    assert load.kv_used_tokens == pytest.approx(6200 + 1300)
+    third.first_byte(2.0)
+    assert load.kv_used_tokens == pytest.approx(6200 + 1300), "charged with the choice"
+    first.release(3.0)
+    assert load.kv_used_tokens == pytest.approx(6200 + 1300 - 4100)
+    third.release(4.0)
+    assert load.kv_used_tokens == pytest.approx(6200 - 4100)
+
+
+def test_prompts_that_are_still_to_be_computed_are_added_to_a_report() -> None:
+    """Of 5000 tokens 1000 are cached: the engine shows those at most, and 4000 will come."""
     load = WorkerLoad()
-    load.charge(0.0, prompt_tokens=4000).first_byte(0.0)
-    for _ in range(50):
-        load.report_kv(0.99, 10_000)
-    assert load.kv_share == 1.0
-    for _ in range(50):
-        load.report_kv(0.0, 10_000)
-    assert load.kv_share == pytest.approx(0.5)
-
-
-def test_a_report_of_an_engine_with_little_to_decode_tells_nothing() -> None:
-    load = WorkerLoad()
-    load.charge(0.0, prompt_tokens=1999).first_byte(0.0)
-    load.charge(0.0, prompt_tokens=5000)
+    load.charge(0.0, prompt_tokens=5000, uncached_tokens=4000)
     load.report_kv(0.1, 10_000)
-    assert (load.kv_share, load.kv_usage_ratio) == (1.0, 0.1)
+    assert load.kv_used_tokens == pytest.approx(1000 + 4000)
 
 
-@pytest.mark.parametrize("room_tokens", [0, UNKNOWN_KV_TOKENS])
-def test_a_report_tells_nothing_of_an_idle_engine_or_of_room_that_is_not_known(room_tokens: int) -> None:
+def test_what_others_have_there_is_added() -> None:
+    load, _ = decoding(900)
+    load.add_others(4, 500)
+    load.report_kv(0.9, 10_000)
+    assert load.kv_unbooked_tokens == pytest.approx(9000 + 100 + 500 - 1100)
+    assert load.kv_used_tokens == pytest.approx(9600)
+    load.report_kv(0.1, 10_000)
+    assert load.kv_used_tokens == pytest.approx(1600), "they have ended"
+
+
+def test_an_idle_gateway_sees_what_others_have_there() -> None:
     load = WorkerLoad()
-    load.report_kv(0.0, room_tokens)
-    assert load.kv_share == 1.0
-    if room_tokens:
-        load.charge(0.0, prompt_tokens=1_000_000).first_byte(0.0)
-        load.report_kv(0.1, room_tokens)
-    assert load.kv_share == 1.0
+    load.report_kv(0.25, 10_000)
+    assert (load.kv_tokens, load.kv_used_tokens) == (0, 2500)
 
 
-def test_what_other_replicas_have_there_makes_the_share_no_smaller_and_no_more_than_all() -> None:
-    load = WorkerLoad()
-    load.charge(0.0, prompt_tokens=4000).first_byte(0.0)
-    for _ in range(50):
-        load.report_kv(0.2, 10_000)  # half of it is shared
-    assert load.kv_share == pytest.approx(0.5)
-    load.add_others(4, 0)
-    for _ in range(50):
-        load.report_kv(0.9, 10_000)
-    assert load.kv_share == pytest.approx(1.0)
-    assert load.kv_used_tokens == pytest.approx(4000)
+def test_no_less_than_nothing_is_in_use() -> None:
+    """The engine shows 1000 tokens, of two that will have 4200 each in the books; then both leave."""
+    load, charges = decoding(4000, 4000)
+    load.report_kv(0.1, 10_000)
+    assert load.kv_unbooked_tokens == pytest.approx(1000 + 200 - 8400)
+    assert load.kv_used_tokens == pytest.approx(1200)
+    for charge in charges:
+        charge.release(1.0)
+    assert load.kv_used_tokens == 0.0
+    load.report_kv(0.0, 10_000)
+    assert load.kv_unbooked_tokens == 0.0
+
+
+@pytest.mark.parametrize(("usage_ratio", "room_tokens"), [(None, 10_000), (0.6, None), (None, None)])
+def test_what_is_not_said_corrects_nothing(usage_ratio: float | None, room_tokens: int | None) -> None:
+    load, _ = decoding(3900, 3900)
+    load.report_kv(0.3, 10_000)
+    assert load.kv_used_tokens == pytest.approx(3200)
+    version = load.version
+    load.report_kv(usage_ratio, room_tokens)
+    assert (load.kv_usage_ratio, load.kv_unbooked_tokens) == (usage_ratio, 0.0)
+    assert load.kv_used_tokens == 8200
+    assert load.version == version + 1

@@ -12,11 +12,6 @@ from math import exp
 
 PREFILL_SHARE_TAU_S = 30.0
 """Time constant of the share of time a worker spends prefilling."""
-KV_SHARE_STEP = 0.3
-"""How far one report of an engine's KV usage moves `kv_share`."""
-MIN_KV_SHARE = 0.5
-KV_SHARE_FROM = 0.2
-"""Of the room must be in use by decodes before a report tells anything: below, rounding to blocks does."""
 
 
 class Charge:
@@ -79,9 +74,9 @@ class WorkerLoad:
     """From the engine's own metrics; None is unknown (never polled, or the sample is too old)."""
     reported_waiting: int | None = None
     kv_usage_ratio: float | None = None
-    kv_share: float = 1.0
-    """Of what `kv_tokens` counts, what the engine's reports show in use: a prefix that running requests share
-    lies there once."""
+    kv_unbooked_tokens: float = 0.0
+    """What an engine's report showed of KV beyond `kv_tokens`: others' requests; below it when negative, as
+    a prefix that running requests share lies there once."""
     prefilling: int = 0
     """This gateway's requests without a first byte."""
     pending_prefill_s: float = 0.0
@@ -96,6 +91,8 @@ class WorkerLoad:
     """Tokens that this gateway's decoding requests attend to, each counted at half of its output."""
     kv_tokens: float = 0.0
     """Prompt and expected output of all of this gateway's requests."""
+    growth_tokens: float = 0.0
+    """Of that, output yet to come: half of what is expected of those decoding, all of those prefilling."""
     prefilled_s: float = 0.0
     """Prefill seconds of late, fading with `PREFILL_SHARE_TAU_S`, as of `prefilled_at_s`."""
     prefilled_at_s: float = 0.0
@@ -142,6 +139,7 @@ class WorkerLoad:
         self.requests += 1
         self.pending_prefill_tokens += uncached_tokens
         self.kv_tokens += prompt_tokens + output_tokens
+        self.growth_tokens += output_tokens
         if not self.prefilling:
             self.head_since_s, self.head_prefill_s = now_s, prefill_s
         self.prefilling += 1
@@ -156,6 +154,7 @@ class WorkerLoad:
         self.version += 1
         self._leave_queue(charge, now_s)
         self.context_tokens += charge.prompt_tokens + charge.output_tokens / 2
+        self.growth_tokens -= charge.output_tokens / 2
         if charge.prefill_s:
             fading = exp((self.prefilled_at_s - now_s) / PREFILL_SHARE_TAU_S)
             self.prefilled_s = self.prefilled_s * fading + charge.prefill_s
@@ -168,6 +167,7 @@ class WorkerLoad:
             self._leave_queue(charge, now_s)
         else:
             self.context_tokens -= charge.prompt_tokens + charge.output_tokens / 2
+        self.growth_tokens -= charge.output_tokens * (1.0 if pending else 0.5)
         self.kv_tokens -= charge.prompt_tokens + charge.output_tokens
         self.requests -= 1
         for key in keys:
@@ -178,20 +178,21 @@ class WorkerLoad:
 
     @property
     def kv_used_tokens(self) -> float:
-        """Room that this gateway's requests take, or will have taken by their end."""
-        return self.kv_tokens * self.kv_share
+        """Room that is taken there, or will be by the end of this gateway's requests."""
+        return max(0.0, self.kv_tokens + self.kv_unbooked_tokens)
 
-    def report_kv(self, usage_ratio: float, room_tokens: int) -> None:
+    def report_kv(self, usage_ratio: float | None, room_tokens: int | None) -> None:
         """The engine says what share of its KV room is in use; what is idle in its cache does not count.
 
-        Held against this gateway's decodes alone: what is being prefilled, or is another replica's, makes the
-        share too high rather than too low.
+        Until the next report, charges and releases are added to what this one shows. None: it does not say,
+        or what it is a share of is not known.
         """
+        unbooked = 0.0
+        if usage_ratio is not None and room_tokens is not None:
+            coming = self.pending_prefill_tokens + self.growth_tokens
+            unbooked = usage_ratio * room_tokens + coming - self.kv_tokens
         self.kv_usage_ratio = usage_ratio
-        if self.context_tokens <= KV_SHARE_FROM * room_tokens:
-            return
-        seen = usage_ratio * room_tokens / self.context_tokens
-        self.kv_share += KV_SHARE_STEP * (min(1.0, max(MIN_KV_SHARE, seen)) - self.kv_share)
+        self.kv_unbooked_tokens = unbooked
         self.version += 1
 
     def add_others(self, requests: int, prefill_tokens: int) -> None:
@@ -205,7 +206,7 @@ class WorkerLoad:
         assert self.prefilling == len(self._pending) <= self.requests
         assert abs(self.pending_prefill_s - sum(charge.prefill_s for charge in self._pending)) < 1e-6
         assert self.pending_prefill_tokens >= sum(charge.uncached_tokens for charge in self._pending)
-        assert min(self.kv_tokens, self.context_tokens) > -1e-3
+        assert min(self.kv_tokens, self.context_tokens, self.growth_tokens) > -1e-3
 
     def _leave_queue(self, charge: Charge, now_s: float) -> None:
         pending = self._pending
