@@ -27,6 +27,9 @@ class Policy(Protocol):
     between (`fleet.pd_link`), and its candidate names both. Others are shown the prefill workers alone, and
     the decode worker is the one with the fewest KV tokens promised.
 
+    `short_first = True` has requests that come in the same turn of the event loop decided on together, those
+    with the shorter prompts before the others: a burst finds the workers free for what keeps them least.
+
     A raised exception or an answer that is none is counted, and the request goes to the least loaded worker
     instead. A decision that overruns the gateway's time budget is counted and kept; after five in a row the
     policy is set aside for a thousand decisions.

@@ -113,6 +113,7 @@ class Dispatcher:
         self._arrivals = Rate()
         self.lengths = OutputLengths()
         self._reasons: set[str] = set()
+        self.short_first = bool(getattr(policy.policy, "short_first", False))
         self.needs_prefix = policy.policy.needs_prefix or (shadow is not None and shadow.policy.needs_prefix)
 
     @property

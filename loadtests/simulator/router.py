@@ -76,6 +76,8 @@ class Router(Generic[T]):
         self.loads = [WorkerLoad() for _ in workers]
         self.lengths = OutputLengths()
         self._policy = policy
+        self.short_first = bool(getattr(policy, "short_first", False))
+        """Whether those that come together are decided on in that order."""
         self._needs_prefix = policy.needs_prefix
         self._needs_active_keys = bool(getattr(policy, "needs_active_keys", False))
         self.paces = paces

@@ -77,10 +77,10 @@ class Setting:
     learns: bool = False
     """Whether answers correct the router's paces, as in the gateway; they begin at the bare preset."""
     hold_limit: int = 1024
-    hold_limit_s: float = 120.0
-    metrics_s: float | None = 2.0
+    hold_limit_s: float = 300.0
+    metrics_s: float | None = 1.0
     """How often the router reads the engines' KV usage; None: never."""
-    sweep_s: float | None = None
+    sweep_s: float | None = 0.05
     """Held requests are priced again this often although nothing was heard; None: not."""
     in_a_row: bool = True
     """Decode steps in one go; only tests do without."""

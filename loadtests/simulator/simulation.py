@@ -43,6 +43,9 @@ class Simulation:
         self._retry = Retry()
         self._retry_budget = RetryBudget(self._retry)
         self._pumps = 0
+        self._begun = 0
+        self._is_expecting = False
+        self._begins: Callable[[Record], None] = _nothing
         self._ended: Callable[[Record], None] = _nothing
 
     def _router(self, policy: Policy) -> Router[Record]:
@@ -122,45 +125,56 @@ class Simulation:
         ended: Callable[[Record], None],
     ) -> None:
         """ValueError when the arrivals are not in order."""
-        self._ended = ended
+        self._begins, self._ended = begun, ended
         for failure in self.setting.failures:
             self._loop.at(failure.at_s, self._fail, failure)
         if self.setting.memory.knows_future:
             arrivals = list(arrivals)
             self.fleet.memory.foretell((each.arrival_s, each.keys.keys) for each in arrivals)
-        self._expect_next(iter(arrivals), 0, begun)
+        requests = iter(arrivals)
+        self._expect(next(requests, None), requests)
         if self.setting.metrics_s is not None:
             self._loop.after(self.setting.metrics_s, self._read_metrics)
         self._loop.run()
 
     # --- the router's side -----------------------------------------------------------------------
 
-    def _expect_next(self, arrivals: Iterator[Arrival], number: int, begun: Callable[[Record], None]) -> None:
-        arrival = next(arrivals, None)
+    def _expect(self, arrival: Arrival | None, arrivals: Iterator[Arrival]) -> None:
+        self._is_expecting = arrival is not None
         if arrival is None:
             return
         if arrival.arrival_s < self.now_s:
             raise ValueError(
-                f"arrivals: number {number} comes at {arrival.arrival_s} s, after one at {self.now_s} s;"
+                f"arrivals: number {self._begun} comes at {arrival.arrival_s} s, after one at {self.now_s} s;"
                 " an order of time is expected"
             )
-        self._loop.first_at(arrival.arrival_s, self._arrive, arrival, number, arrivals, begun)
+        self._loop.first_at(arrival.arrival_s, self._arrive, arrival, arrivals)
 
-    def _arrive(
-        self, arrival: Arrival, number: int, arrivals: Iterator[Arrival], begun: Callable[[Record], None]
-    ) -> None:
-        self._expect_next(arrivals, number + 1, begun)
-        record = Record(arrival, number)
-        begun(record)
+    def _arrive(self, arrival: Arrival, arrivals: Iterator[Arrival]) -> None:
+        """Also those that come at the same moment, where the policy would have them together."""
+        together = [self._ask(arrival)]
+        following = next(arrivals, None)
+        if self.router.short_first:
+            while following is not None and following.arrival_s == self.now_s:
+                together.append(self._ask(following))
+                following = next(arrivals, None)
+            together.sort(key=lambda ask: (ask.view.priority, ask.view.prompt_tokens))
+        self._expect(following, arrivals)
+        for ask in together:
+            answer = self.router.arrive(ask)
+            if isinstance(answer, Ticket):
+                self._loop.after(self.setting.hold_limit_s, self._expire, answer)
+                self.freed()
+            else:
+                self._answered(ask, answer)
+
+    def _ask(self, arrival: Arrival) -> Ask[Record]:
+        record = Record(arrival, self._begun)
+        self._begun += 1
+        self._begins(record)
         self._loop.inside += 1
         self._retry_budget.request()
-        ask = Ask(record, arrival.view, arrival.keys, self.now_s)
-        answer = self.router.arrive(ask)
-        if isinstance(answer, Ticket):
-            self._loop.after(self.setting.hold_limit_s, self._expire, answer)
-            self.freed()
-        else:
-            self._answered(ask, answer)
+        return Ask(record, arrival.view, arrival.keys, self.now_s)
 
     def _expire(self, ticket: Ticket[Ask[Record]]) -> None:
         record = ticket.item.item
@@ -168,10 +182,10 @@ class Simulation:
             self._answered(ticket.item, self.router.expire(ticket))
 
     def _read_metrics(self) -> None:
-        """The router's regular look at what engines say of themselves, while anything else is due."""
+        """The router's regular look at what engines say of themselves, until the last request has left."""
         for engine, load in zip(self.engines, self.router.loads, strict=True):
             load.report_kv(engine.scheduler.cache.used_ratio, self.setting.kv_tokens)
-        if self._loop.is_due:
+        if self._loop.is_due and (self._loop.inside or self._is_expecting):
             assert self.setting.metrics_s is not None
             self._loop.after(self.setting.metrics_s, self._read_metrics)
 

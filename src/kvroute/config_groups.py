@@ -166,7 +166,7 @@ class Limits(Group):
         default=1_024, description="requests that wait for a worker to free, where the policy holds; 0: none"
     )
     held_s: Seconds = Field(
-        default=120.0, description="longest such wait; then the best worker gets it as it is"
+        default=300.0, description="longest such wait; then the best worker gets it as it is"
     )
 
 
@@ -190,7 +190,7 @@ class Health(Group):
     healthy_after: Count = Field(default=1, description="good probes in a row")
     path: Annotated[str, Field(pattern=r"^/[!-~]*$")] = "/health"
     metrics_interval_s: Seconds = Field(
-        default=2.0, description="poll of /metrics; backs off when the engine is slow"
+        default=1.0, description="poll of /metrics; backs off when the engine is slow"
     )
     models_interval_s: Seconds = Field(
         default=2.0, description="poll of /v1/models, for adapters loaded later"

@@ -10,6 +10,7 @@ from statistics import fmean, stdev
 from typing import ClassVar
 
 import pytest
+from msgspec.structs import replace
 
 from kvroute.conductor.index import Holder
 from kvroute.loadtests.results.combine import result
@@ -25,6 +26,7 @@ from kvroute.policies.base import Policy
 from kvroute.policies.costs.lengths import OutputLengths
 from kvroute.policies.costs.speeds import PRESETS
 from kvroute.policies.registry import make_policy
+from kvroute.policies.ttft import LEAD_S
 from kvroute.types import Decision, Fleet, Hold, Rejection, RequestView
 
 SPEED = PRESETS["qwen3-32b-h200-tp2"]
@@ -65,9 +67,13 @@ class Scripted:
     def __init__(self, *answers: int | str) -> None:
         self.answers = list(answers)
         self.seen: list[Fleet] = []
+        self.prompts: list[int] = []
+        self.used_tokens: list[float] = []
 
     def decide(self, request: RequestView, fleet: Fleet) -> Decision | Hold | Rejection:
         self.seen.append(fleet)
+        self.prompts.append(request.prompt_tokens)
+        self.used_tokens.append(fleet.loads[0].kv_used_tokens)
         answer = self.answers.pop(0) if self.answers else 0
         if answer == "no":
             return Rejection("full")
@@ -75,6 +81,12 @@ class Scripted:
             return Hold(fleet.workers[0], 0.1)
         assert isinstance(answer, int)
         return Decision.whole(fleet.workers[answer], "scripted")
+
+
+class ShortFirst(Scripted):
+    """Has those that come together decided on together."""
+
+    short_first: ClassVar[bool] = True
 
 
 def test_two_requests_worked_by_hand() -> None:
@@ -137,16 +149,20 @@ def test_a_request_that_never_ends_is_no_figure_and_no_endless_run() -> None:
         simulation.measure(requests(*[(float(i), 1000, 3, (i,)) for i in range(3)]))
 
 
-@pytest.mark.parametrize(("metrics_s", "learned"), [(0.5, True), (None, False)])
-def test_the_router_reads_what_engines_show_in_use(metrics_s: float | None, learned: bool) -> None:
-    """Four requests decode over the same 20,000 tokens, which lie there once."""
+@pytest.mark.parametrize("metrics_s", [0.5, None])
+def test_the_router_reads_what_engines_show_in_use(metrics_s: float | None) -> None:
+    """Four requests decode over the same 20,480 tokens, which lie there once: 40 of 195 blocks, and one for
+    each answer, of which half is expected to be still to come.
+    """
     blocks = tuple(range(40))
-    work = requests(*[(float(i), 20_480, 400, blocks) for i in range(4)])
+    work = requests(*[(float(i), 20_480, 400, blocks) for i in range(4)], (4.2, 512, 2, (99,)))
     setting = Setting(workers=1, kv_tokens=100_000, metrics_s=metrics_s)
-    simulation, _ = run(setting, make_policy("round_robin", {}), work)
+    policy = Scripted()
+    simulation, _ = run(setting, policy, work)
     (load,) = simulation.router.loads
-    assert (load.kv_usage_ratio is not None) == learned
-    assert (load.kv_share < 0.9) == learned
+    assert (load.kv_usage_ratio is not None) == (metrics_s is not None)
+    in_books, shown = 4 * (20_480 + 300), 44 / 195 * 100_000 + 4 * 150
+    assert policy.used_tokens[4] == pytest.approx(in_books if metrics_s is None else shown)
 
 
 def test_who_comes_at_the_same_moment_runs_in_the_same_step() -> None:
@@ -274,7 +290,9 @@ def test_answers_correct_a_wrong_preset(error: float) -> None:
 def test_a_held_request_is_asked_about_when_something_frees() -> None:
     policy = Scripted(0, "hold", "hold", "hold", 1)
     _, (first, second) = run(
-        Setting(workers=2), policy, requests((0.0, 5000, 40, tuple(range(10))), (0.01, 100, 2, (99,)))
+        Setting(workers=2, sweep_s=None),
+        policy,
+        requests((0.0, 5000, 40, tuple(range(10))), (0.01, 100, 2, (99,))),
     )
     # Held on arrival, at once again, at the first byte; placed at the end of the first.
     assert second.placed_s == first.end_s
@@ -285,7 +303,7 @@ def test_a_held_request_is_asked_about_when_something_frees() -> None:
     assert policy.seen[-1].held_s == pytest.approx(second.placed_s - 0.01)
 
 
-def test_held_requests_are_swept_where_that_is_asked_for() -> None:
+def test_held_requests_are_swept() -> None:
     policy = Scripted("hold", "hold", "hold", "hold", 0)
     _, (record,) = run(Setting(workers=1, sweep_s=0.05), policy, requests((1.0, 100, 2, (1,))))
     assert record.placed_s == pytest.approx(1.15)
@@ -300,11 +318,68 @@ def test_generated_blocks_take_room_only_where_they_stay() -> None:
 
 def test_a_request_is_held_no_longer_than_the_limit() -> None:
     policy = Scripted("hold", "hold")
-    setting = Setting(workers=1, hold_limit_s=2.0)
+    setting = Setting(workers=1, hold_limit_s=2.0, sweep_s=None)
     simulation, (record,) = run(setting, policy, requests((1.0, 100, 2, (1,))))
     assert record.placed_s == 3.0
     assert not policy.seen[-1].may_hold
     assert figures(simulation, [record])["sent_after_ms.mean"] == pytest.approx(2000)
+
+
+TOGETHER = requests(
+    (1.0, 600, 2, (1, 2)), (1.0, 100, 2, (3,)), (1.0, 400, 2, (4,)), (1.0, 100, 9, (5,)), (2.0, 50, 2, (6,))
+)
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [(ShortFirst(), [100, 100, 400, 600, 50]), (Scripted(), [600, 100, 400, 100, 50])],
+)
+def test_who_comes_at_the_same_moment_is_decided_on_short_first_where_the_policy_wants_it(
+    policy: Scripted, order: list[int]
+) -> None:
+    _, records = run(ONE, policy, TOGETHER)
+    assert policy.prompts == order
+    assert [record.number for record in records] == [0, 1, 2, 3, 4], "they keep the order of arrival"
+    assert [record.arrival for record in records] == TOGETHER
+    assert [record.placed_s for record in records] == [1.0] * 4 + [2.0]
+
+
+def test_what_is_measured_of_those_that_come_together_is_in_order_of_arrival() -> None:
+    simulation = Simulation(ONE, ShortFirst())
+    measured = simulation.measure(TOGETHER)
+    assert [(one.prompt_tokens, one.output_tokens) for one in measured] == [
+        (600, 2),
+        (100, 2),
+        (400, 2),
+        (100, 9),
+        (50, 2),
+    ]
+
+
+def test_the_most_urgent_of_those_that_come_together_goes_before_shorter_ones() -> None:
+    urgent, *others = TOGETHER
+    urgent = replace(urgent, view=replace(urgent.view, priority=-1))
+    policy = ShortFirst()
+    run(ONE, policy, [urgent, *others])
+    assert policy.prompts == [600, 100, 100, 400, 50]
+
+
+def test_those_that_come_together_find_the_worker_free_in_that_order() -> None:
+    """The shortest is sent at once, although it came last; the other shortly before it should be over, at the
+    next sweep: nobody decodes there whom it would stall.
+    """
+    work = requests((1.0, 9000, 2, tuple(range(18))), (1.0, 5000, 2, tuple(range(20, 30))))
+    _, (long, short) = run(ONE, make_policy("ttft", {}), work)
+    assert short.placed_s == 1.0
+    assert short.first_s - LEAD_S <= long.placed_s < short.first_s
+
+
+@pytest.mark.parametrize("policy", [ShortFirst(), Scripted()])
+def test_arrivals_out_of_order_are_named(policy: Scripted) -> None:
+    late = requests((0.5, 100, 2, (9,)))
+    message = "arrivals: number 4 comes at 0.5 s, after one at 1.0 s; an order of time is expected"
+    with pytest.raises(ValueError, match=message):
+        Simulation(ONE, policy).run([*TOGETHER[:4], *late])
 
 
 def test_nothing_is_held_where_nothing_may_be() -> None:

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
+from kvroute.policies.ttft import FEW_TOKENS
+from kvroute.router.dispatch import Choice
+from kvroute.router.errors import Failure, GatewayError
+from kvroute.router.knowledge import NO_PROMPT
+from kvroute.router.parsed_request import ParsedRequest
 from kvroute.router.server import GatewayServer
+from kvroute.types import RequestView
 from tests.kit import CHAT, Answer, Client, Engine, Received, Wire, until
 from tests.router.edge import DONE, EVENTS, edge, event
 
@@ -220,3 +226,173 @@ async def test_nothing_is_lost_when_many_wait_and_leave() -> None:
         assert [answer.status for answer in answers] == [200] * 40
         await until(lambda: held(server) == 0)
         assert ended(server, "placed") > 0
+
+
+# --- several in one turn of the loop -------------------------------------------------------------
+
+
+def asking(
+    server: GatewayServer, tokens: int, *, priority: int = 0, model: str = "m"
+) -> asyncio.Task[Choice]:
+    """As a request's own task asks, from its next turn on."""
+    view = RequestView(model=model, prompt_tokens=tokens, priority=priority)
+    return asyncio.create_task(server.waiting.choose(ParsedRequest(view), NO_PROMPT, "id"))
+
+
+async def turn() -> None:
+    """Whatever is due in this turn of the loop, and was due before us."""
+    await asyncio.sleep(0)
+
+
+def requests_at(server: GatewayServer) -> list[int]:
+    return [member.load.requests for member in server.registry.members.values()]
+
+
+async def leave(*tasks: asyncio.Task[Choice]) -> None:
+    """Cancel those that wait, give back the leases of the others."""
+    for task in tasks:
+        task.cancel()
+    for answer in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(answer, Choice):
+            answer.lease.release()
+
+
+async def test_a_burst_on_an_idle_engine_goes_short_first() -> None:
+    script = Gated()
+    async with Engine(script) as engine, edge(engine, policy="ttft") as server:
+        prompts = {"long": 3 * FEW_TOKENS, "middle": 2 * FEW_TOKENS, "short": FEW_TOKENS + 100}
+        clients = [await Client.connect(server.url) for _ in prompts]
+        await until(lambda: len(server.state.connections) == 3)
+        await asyncio.gather(
+            *(
+                client.send(CHAT, chat(tokens, name))
+                for client, (name, tokens) in zip(clients, prompts.items(), strict=True)
+            )
+        )
+        for name in ("short", "middle", "long"):
+            await until(lambda name=name: name in script.came)  # type: ignore[misc]
+            script.let(name)
+        assert [(await client.receive()).status for client in clients] == [200] * 3
+        assert script.came == ["short", "middle", "long"]
+
+
+async def test_the_shortest_of_a_burst_gets_the_worker_that_is_free() -> None:
+    async with Engine() as one, Engine() as other, edge(one, other, policy="ttft") as server:
+        busy = await asking(server, LONG)
+        tasks = [asking(server, tokens) for tokens in (LONG, LONG - 1, LONG // 2)]
+        short = await tasks[2]
+        assert short.member is not busy.member
+        assert requests_at(server) == [1, 1]
+        assert [task.done() for task in tasks] == [False, False, True]
+        assert held(server) == 2
+        await leave(*tasks)
+        busy.lease.release()
+        assert ended(server, "left") == 2
+
+
+async def test_the_most_urgent_goes_before_shorter_ones() -> None:
+    async with Engine() as engine, edge(engine, policy="ttft") as server:
+        short, urgent = asking(server, LONG // 2), asking(server, LONG, priority=-1)
+        await urgent
+        assert (short.done(), held(server)) == (False, 1)
+        await leave(short, urgent)
+
+
+async def test_a_policy_that_does_not_ask_for_it_decides_in_order_and_at_once() -> None:
+    async with Engine() as one, Engine() as other, edge(one, other, policy="round_robin") as server:
+        tasks = [asking(server, tokens) for tokens in (LONG, LONG // 2, LONG // 4)]
+        await turn()
+        assert all(task.done() for task in tasks)
+        first, second, third = [task.result().member for task in tasks]
+        assert first is third
+        assert first is not second
+        await leave(*tasks)
+
+
+async def test_who_leaves_in_the_turn_it_came_is_neither_charged_nor_held() -> None:
+    async with Engine() as engine, edge(engine, policy="ttft") as server:
+        (member,) = server.registry.members.values()
+        gone, stays = asking(server, LONG // 2), asking(server, LONG)
+        await turn()
+        version = member.load.version
+        gone.cancel()
+        await until(stays.done)
+        choice = stays.result()
+        assert gone.cancelled()
+        assert (member.load.requests, member.load.version) == (1, version + 1), "one charge, of the other"
+        assert choice.lease.charge.prompt_tokens == LONG
+        assert held(server) == 0
+        assert server.metrics.holds.values == {}
+        await leave(stays)
+
+
+async def test_who_leaves_after_being_placed_gives_its_lease_back() -> None:
+    async with Engine() as engine, edge(engine, policy="ttft") as server:
+        task = asking(server, LONG)
+        await turn()
+        assert requests_at(server) == [0], "it is decided on in the next turn"
+        await turn()
+        assert (requests_at(server), task.done()) == ([1], False)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert requests_at(server) == [0]
+
+
+async def test_who_leaves_after_being_released_gives_its_lease_back() -> None:
+    async with Engine() as engine, edge(engine, policy="ttft") as server:
+        busy = await asking(server, LONG)
+        task = asking(server, LONG)
+        await until(lambda: held(server) == 1)
+        server.waiting.close()
+        assert (requests_at(server), task.done()) == ([2], False)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert (requests_at(server), ended(server, "placed")) == ([1], 1)
+        busy.lease.release()
+
+
+async def test_where_others_of_the_turn_take_the_last_place_it_is_sent() -> None:
+    async with Engine() as engine, edge(engine, policy="ttft", limits={"held_requests": 1}) as server:
+        busy = await asking(server, LONG)
+        tasks = [asking(server, tokens) for tokens in (LONG, LONG // 2, LONG // 4)]
+        await until(lambda: tasks[0].done() and tasks[1].done())
+        assert (held(server), ended(server, "full")) == (1, 2)
+        assert (tasks[2].done(), requests_at(server)) == (False, [3])
+        await leave(*tasks)
+        busy.lease.release()
+
+
+async def test_all_of_a_burst_are_held_no_longer_than_the_limit() -> None:
+    async with Engine() as engine, edge(engine, policy="ttft", limits={"held_s": 0.05}) as server:
+        busy = await asking(server, LONG)
+        tasks = [asking(server, LONG) for _ in range(3)]
+        await asyncio.gather(*tasks)
+        assert (held(server), ended(server, "expired"), requests_at(server)) == (0, 3, [4])
+        await leave(*tasks)
+        busy.lease.release()
+
+
+async def test_a_gateway_that_closes_sends_those_that_have_just_come() -> None:
+    async with Engine() as engine, edge(engine, policy="ttft") as server:
+        busy = await asking(server, LONG)
+        tasks = [asking(server, LONG) for _ in range(3)]
+        await turn()
+        server.waiting.close()
+        assert requests_at(server) == [1]
+        await turn()
+        assert (held(server), requests_at(server)) == (0, [4])
+        await asyncio.gather(*tasks)
+        await leave(*tasks)
+        busy.lease.release()
+
+
+async def test_one_that_nobody_may_take_is_refused_and_the_others_of_its_turn_are_not() -> None:
+    async with Engine() as engine, edge(engine, policy="ttft") as server:
+        tasks = [asking(server, 100, model="another"), asking(server, 200)]
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(answers[0], GatewayError)
+        assert answers[0].failure is Failure.MODEL_NOT_FOUND
+        assert isinstance(answers[1], Choice)
+        await leave(tasks[1])
