@@ -1,15 +1,16 @@
 """What each worker would charge for one request, in seconds: the terms that `ttft` adds up.
 
 With P the prefill of the uncached tokens, Q the wait before it, L the load of cached tokens from lower tiers,
-B the requests that are there, A arrivals per second, N the expected output, ITL the decode step with this
-request in it and rho the share of time spent prefilling:
+B the requests decoding there, W those without a first token, A arrivals per second, N the expected output,
+ITL the decode step with this request in it and rho the share of time spent prefilling:
 
     max(Q, L) + P                   this request's own time to first token, and where the KV of all would not
                                     fit, the wait for room
     + cache_weight P min(1, rho/r)  what is computed here evicts, or duplicates, what others would use; less
                                     on a worker with time to spare
     + delay_weight A Q P            later arrivals that wait for it
-    + stall_weight P B              requests there that it stalls, decoding now or by then
+    + stall_weight P B              requests decoding there that it stalls
+    + ahead P W                     those before it: their steps hold chunks of it
     + decode_weight N ITL/(1-rho)   its own decode life, stretched by the prefills around it
     + decode_weight N/2 B dITL      what it adds to every step of those decoding there, for the rest of theirs
 
@@ -29,7 +30,7 @@ from kvroute.load import PREFILL_SHARE_TAU_S, WorkerLoad
 from kvroute.policies.costs.pace import Pace
 from kvroute.types import NO_MATCH, Cost, Fleet, PrefixMatch, RequestView, Tier
 
-MAX_PREFILL_SHARE = 0.8
+MAX_PREFILL_SHARE = 0.9
 """Of a worker's time. Beyond it, decodes would be kept away from the one that prefills most for good."""
 REQUEST_S = 0.002
 """What an engine's server spends on a request before its scheduler sees it, one request after another: vLLM's
@@ -37,7 +38,10 @@ takes some 500 a second. It is what makes a burst of equal prompts spread, whose
 CHUNK_TOKENS = 8192
 """Prefill tokens in one step of an engine, by vLLM's default for servers."""
 
-ROOM = 0.97
+AHEAD = 0.4
+"""Of a prefill, what it delays the first tokens of those before it: chunks of both are in one step, which
+ends for all together."""
+ROOM = 0.95
 """Of a worker's KV room, what is given away: outputs are as often longer than expected as shorter, and what
 does not fit is preempted and computed again."""
 BUSY_PREFILL_SHARE = 0.05
@@ -51,9 +55,10 @@ class Weights(Struct, frozen=True, gc=False):
     delay: float
     stall: float
     decode: float
+    ahead: float = AHEAD
 
 
-FREE = Weights(0.0, 0.0, 0.0, 0.0)
+FREE = Weights(0.0, 0.0, 0.0, 0.0, 0.0)
 """Nothing that others lose counts: what is left is this request's own time."""
 
 
@@ -201,11 +206,11 @@ def price_sides(request: RequestView, fleet: Fleet, weights: Weights, paces: Seq
                 share = MAX_PREFILL_SHARE
         itl_s = step_s / (1 - share)
         over = load.kv_used_tokens + prompt + output - pace.kv_tokens
-        room_s = over / kv_tokens * output * itl_s if over > 0 and kv_tokens > 0 else 0.0
+        room_s = 0.0 if over <= 0 else over / max(load.kv_used_tokens, over) * output * itl_s
         if load_s:
             load_s = load_s - queue_s if load_s > queue_s else 0.0
         delay_s = delay_weight * queue_s * prefill_s
-        stall_s = stall_weight * prefill_s * requests
+        stall_s = prefill_s * (stall_weight * decodes + weights.ahead * prefilling)
         cache_s = cache_weight * prefill_s
         if share < BUSY_PREFILL_SHARE:
             cache_s *= share / BUSY_PREFILL_SHARE

@@ -69,14 +69,14 @@ class _Row(NamedTuple, Generic[Value]):
     kv_room_tokens: Value
     kv_used_tokens: Value
     kv_over_tokens: Value
-    stalls: Value
-    """Seconds lost by those there, and by this request itself, per second of prefill."""
+    decodes: Value
+    prefilling: Value
     slower_s: Value
     """What this request adds to the steps of others: by being there, and per token of context."""
     slower_context_s: Value
 
 
-def _row(load: WorkerLoad, pace: Pace, weights: Weights) -> _Row[float]:
+def _row(load: WorkerLoad, pace: Pace) -> _Row[float]:
     speed, scale = pace.speed, pace.prefill_scale
     prefilling, requests = load.prefilling, load.requests
     decodes = requests - prefilling
@@ -111,7 +111,8 @@ def _row(load: WorkerLoad, pace: Pace, weights: Weights) -> _Row[float]:
         kv_room_tokens=pace.kv_tokens,
         kv_used_tokens=load.kv_used_tokens,
         kv_over_tokens=load.kv_used_tokens - pace.kv_tokens,
-        stalls=1.0 + weights.stall * requests,
+        decodes=decodes,
+        prefilling=prefilling,
         slower_s=speed.decode_sequence_ms * step_s * decodes / 2,
         slower_context_s=speed.decode_context_ms * step_s * decodes / 2,
     )
@@ -167,17 +168,16 @@ class PricedColumns:
 class _Columns:
     """The books and paces of one fleet, and what they come to for a request."""
 
-    def __init__(self, weights: Weights, loads: Sequence[WorkerLoad], paces: Sequence[Pace]) -> None:
-        self._weights = weights
+    def __init__(self, loads: Sequence[WorkerLoad], paces: Sequence[Pace]) -> None:
         self._loads, self._paces = loads, paces
         self._load_versions = self._pace_versions = [-1] * len(loads)
         self._table: Floats = np.empty((len(_Row._fields), len(loads)))
         self._columns = _Row[Floats](*self._table)
 
-    def price(self, request: RequestView, fleet: Fleet) -> PricedColumns:
+    def price(self, request: RequestView, fleet: Fleet, weights: Weights) -> PricedColumns:
         """`fleet` has these loads and paces."""
         self._refresh()
-        of, weights = self._columns, self._weights
+        of = self._columns
         prompt, output = request.prompt_tokens, fleet.output_tokens
         cached, load_s = self._sources(prompt, fleet.matches)
         new = (prompt or 1) - cached  # the last token is always computed
@@ -190,7 +190,7 @@ class _Columns:
         itl_s = (of.step_s + of.context_s * prompt) / (1.0 - share)
 
         per_prefill = np.minimum(share * (weights.cache / BUSY_PREFILL_SHARE), weights.cache)
-        per_prefill += of.stalls
+        per_prefill += 1.0 + of.decodes * weights.stall + of.prefilling * weights.ahead
         per_prefill += queue_s * (weights.delay * fleet.arrivals_per_s)
         total_s = prefill_s * per_prefill
         total_s += queue_s
@@ -200,8 +200,9 @@ class _Columns:
         total_s += (itl_s + slower_s) * (weights.decode * output)
         if of.kv_over_tokens.max() + prompt + output > 0:
             over = of.kv_used_tokens + (prompt + output) - of.kv_room_tokens
-            full = (over > 0) & (of.kv_tokens > 0)
-            total_s[full] += over[full] / of.kv_tokens[full] * output * itl_s[full]
+            full = over > 0
+            full_s = over[full] / np.maximum(of.kv_used_tokens[full], over[full]) * output * itl_s[full]
+            total_s[full] += full_s
         return PricedColumns(request, fleet, weights, (total_s, queue_s, prefill_s, cached))
 
     def _queue_s(self, fleet: Fleet, new: Floats) -> Floats:
@@ -233,7 +234,7 @@ class _Columns:
         for now, then in ((load_versions, self._load_versions), (pace_versions, self._pace_versions)):
             if now != then:
                 for at in compress(range(len(now)), map(ne, now, then)):
-                    self._table[:, at] = _row(loads[at], paces[at], self._weights)
+                    self._table[:, at] = _row(loads[at], paces[at])
         self._load_versions, self._pace_versions = load_versions, pace_versions
 
 
@@ -244,14 +245,13 @@ class ColumnPricing:
     have failed it, is not worth them. A copy starts without any.
     """
 
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
+    def __init__(self) -> None:
         self._fleets: dict[tuple[int, int], _Columns] = {}
 
     def __deepcopy__(self, memo: object) -> ColumnPricing:
-        return ColumnPricing(self._weights)
+        return ColumnPricing()
 
-    def price(self, request: RequestView, fleet: Fleet) -> PricedColumns | None:
+    def price(self, request: RequestView, fleet: Fleet, weights: Weights) -> PricedColumns | None:
         """None for a fleet that `price_sides` is for: small, new, or of sequences that may change."""
         loads, paces = fleet.loads, fleet.paces
         if len(loads) < MIN_WORKERS or not isinstance(loads, tuple) or not isinstance(paces, tuple):
@@ -262,8 +262,8 @@ class ColumnPricing:
         columns = self._fleets.pop(key, None)
         if columns is not None:
             self._fleets[key] = columns
-            return columns.price(request, fleet)
+            return columns.price(request, fleet, weights)
         if len(self._fleets) == MAX_FLEETS:
             del self._fleets[next(iter(self._fleets))]
-        self._fleets[key] = _Columns(self._weights, loads, paces)
+        self._fleets[key] = _Columns(loads, paces)
         return None

@@ -14,7 +14,6 @@ from kvroute.policies.costs.pace import Pace
 from kvroute.policies.limits import NO_LIMITS, Limits
 from kvroute.policies.pairing import handoff_s
 from kvroute.policies.pricing import (
-    CHUNK_TOKENS,
     Offers,
     Side,
     Sides,
@@ -24,6 +23,7 @@ from kvroute.policies.pricing import (
     price_sides,
 )
 from kvroute.policies.pricing_columns import ColumnPricing
+from kvroute.policies.worth import Worth
 from kvroute.types import (
     NO_MATCH,
     Candidate,
@@ -43,8 +43,14 @@ DEFAULT_PACE = Pace()
 MAX_PRICED = 256
 """Candidates that `price` lists: a fleet of P prefill and D decode workers has P x D."""
 
-ENOUGH_TOKENS = CHUNK_TOKENS
-"""Prefill ahead that keeps a worker busy until it can be given more: a step's."""
+FEW_TOKENS = 2048
+"""Prefill ahead that is as good as none: a quarter of a step's."""
+LEAD_S = 0.05
+"""A request goes so long before the prefill ahead of it should be over: its own begins with the next step, in
+place of the one after."""
+LONG = 30.0
+"""Times a decode step, from which on a prefill does not go before: who decodes there is given that step
+between two prefills that stall all."""
 LATE = 1.5
 """Times what prefill should take, from which on it does not explain that nothing is heard."""
 CROWD, CROWDED, IDLE = 8, 1.5, 0.1
@@ -69,7 +75,10 @@ class Ttft:
     infeasible: they are taken only when no other is left, the cheapest first, or, with `admission` "slo", not
     at all. ITL is judged by the load when decode will begin: whoever is queued now decodes by then.
 
-    With `hold`, a request whose cheapest worker has a step's prefill ahead, or no KV room, waits
+    What others lose of their decode life counts by the weights where prefills take a share of it, and less
+    where that is small (`worth`).
+
+    With `hold`, a request whose cheapest worker has a prefill ahead, or no KV room, waits
     in the gateway, short ones first and aged by `age_weight`; its prefill counts as promised for those
     behind it. When a worker frees it is priced again, and goes where it is then cheapest.
 
@@ -91,15 +100,16 @@ class Ttft:
     needs_prefix: ClassVar[bool] = True
     needs_seconds: ClassVar[bool] = True
     chooses_pairs: ClassVar[bool] = True
+    short_first: ClassVar[bool] = True
 
     @dataclass(frozen=True, slots=True)
     class Options:
         cache_weight: Weight = 2.5
-        delay_weight: Weight = 0.7
+        delay_weight: Weight = 1.0
         stall_weight: Weight = 0.4
-        decode_weight: Weight = 0.15
+        decode_weight: Weight = 0.22
         hold: bool = True
-        age_weight: Weight = 30.0
+        age_weight: Weight = 70.0
         ttft_limit_s: Limit = None
         itl_limit_s: Limit = None
         e2e_limit_s: Limit = None
@@ -108,28 +118,27 @@ class Ttft:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._weights = Weights(
-            options.cache_weight, options.delay_weight, options.stall_weight, options.decode_weight
-        )
+        self._worth = Worth()
         self._limits = Limits(options.ttft_limit_s, options.itl_limit_s, options.e2e_limit_s)
-        self._columns = ColumnPricing(self._weights)
+        self._columns = ColumnPricing()
         self._turn = -1
 
     def decide(self, request: RequestView, fleet: Fleet) -> Decision | Hold | Rejection:
         self._turn += 1
         paces = fleet.paces or [DEFAULT_PACE] * len(fleet.workers)
         limits = self._limits_of(request)
+        weights = self._weights()
         sides: Offers | None = None
         if fleet.pd_link is None and limits == NO_LIMITS:  # those look at every side
-            sides = self._columns.price(request, fleet)
+            sides = self._columns.price(request, fleet, weights)
         if sides is None:
-            sides = price_sides(request, fleet, self._weights, paces)
+            sides = price_sides(request, fleet, weights, paces)
         choice = self._cheapest(request, fleet, paces, sides, limits)
         rejection = self._rejection(fleet, paces, sides, limits, choice)
         if rejection is not None:
             return rejection
-        if fleet.may_hold and self._options.hold and self._must_wait(request, fleet, paces, choice):
-            side = sides[choice.prefill]
+        side = sides[choice.prefill]
+        if fleet.may_hold and self._options.hold and self._must_wait(request, fleet, paces, choice, side):
             rank_s = self._options.age_weight * _of_prefillers(fleet, sides).shortest_prefill_s
             return Hold(fleet.workers[choice.prefill], side.raw_prefill_s, rank_s)
         return self._decision(request, fleet, paces, sides, choice)
@@ -137,7 +146,7 @@ class Ttft:
     def price(self, request: RequestView, fleet: Fleet) -> Sequence[Priced]:
         """All candidates, those that keep the limits first, then cheapest first; at most `MAX_PRICED`."""
         paces = fleet.paces or [DEFAULT_PACE] * len(fleet.workers)
-        sides = price_sides(request, fleet, self._weights, paces)
+        sides = price_sides(request, fleet, self._weights(), paces)
         limits = self._limits_of(request)
         priced = []
         for choice in _candidates(request, fleet, paces, sides, limits):
@@ -155,6 +164,15 @@ class Ttft:
         return priced[:MAX_PRICED]
 
     # --- parts of a decision -------------------------------------------------------------------
+
+    def _weights(self) -> Weights:
+        options, worth = self._options, self._worth.of_decoding
+        return Weights(
+            options.cache_weight,
+            options.delay_weight,
+            options.stall_weight * worth,
+            options.decode_weight * worth,
+        )
 
     def _limits_of(self, request: RequestView) -> Limits:
         ours = self._limits
@@ -201,11 +219,18 @@ class Ttft:
         return Rejection(choice.broken, limits.wait_s(ttft_s, decode.itl_s, fleet.output_tokens))
 
     @staticmethod
-    def _must_wait(request: RequestView, fleet: Fleet, paces: Sequence[Pace], choice: _Choice) -> bool:
-        """Whether somebody held goes there first, or enough is to be done there, or there is no KV room."""
-        if fleet.promised_s and fleet.promised_s[choice.prefill] > 0:
+    def _must_wait(
+        request: RequestView, fleet: Fleet, paces: Sequence[Pace], choice: _Choice, side: Side
+    ) -> bool:
+        """Whether somebody held goes there first, or a prefill is under way there, or there is no KV room."""
+        at = choice.prefill
+        if fleet.promised_s and fleet.promised_s[at] > 0:
             return True
-        if _tokens_ahead(fleet.loads[choice.prefill], paces[choice.prefill], fleet.now_s) >= ENOUGH_TOKENS:
+        load, pace = fleet.loads[at], paces[at]
+        decodes = load.decoding
+        is_long = decodes and side.prefill_s > LONG * pace.decode_s(decodes, load.context_tokens)
+        lead_s = 0.0 if is_long else LEAD_S
+        if _tokens_ahead(load, pace, fleet.now_s, lead_s) >= FEW_TOKENS:
             return True
         at = choice.decode
         return not has_room(fleet.loads[at], paces[at], request.prompt_tokens, fleet.output_tokens)
@@ -219,6 +244,7 @@ class Ttft:
         choice: _Choice,
     ) -> Decision:
         side = sides[choice.prefill]
+        self._worth.add(side.prefill_s, fleet.output_tokens * sides[choice.decode].itl_s)
         longest = sides.longest_cached
         if choice.prefill != choice.decode:
             reason = "split"
@@ -251,14 +277,15 @@ def _beside_the_crowd(fleet: Fleet, sides: Offers, at: int, start: int) -> tuple
     return best, sides.total_s_of(best)
 
 
-def _tokens_ahead(load: WorkerLoad, pace: Pace, now_s: float) -> float:
-    """Of the prefill pending there, none once it should long have been over: an engine that is late for
-    another reason than prefill is not kept idle for it.
+def _tokens_ahead(load: WorkerLoad, pace: Pace, now_s: float, lead_s: float) -> float:
+    """Of the prefill pending there, none when it should be over within `lead_s`, and none when it should long
+    have been over: an engine that is late for another reason than prefill is not kept idle for it.
 
-    Until then all of it, whatever has passed of its time: who waits here is placed by what is known later.
+    Otherwise all of it, whatever has passed of its time: who waits here is placed by what is known later.
     """
     expected_s = load.pending_prefill_s * pace.prefill_scale
-    if expected_s and now_s - load.head_since_s > LATE * expected_s:
+    late_s = now_s - load.head_since_s - expected_s
+    if expected_s and (-lead_s < late_s < 0 or late_s > (LATE - 1) * expected_s):
         return 0.0
     return load.pending_prefill_tokens
 

@@ -16,7 +16,7 @@ from kvroute.load import Charge, WorkerLoad
 from kvroute.policies.costs.links import Link
 from kvroute.policies.costs.pace import Pace
 from kvroute.policies.costs.speeds import PRESETS
-from kvroute.policies.pricing import FREE, Offers, Sides, Weights, price_sides
+from kvroute.policies.pricing import Offers, Sides, Weights, price_sides
 from kvroute.policies.pricing_columns import MAX_FLEETS, MIN_WORKERS, ColumnPricing
 from kvroute.policies.ttft import Ttft
 from kvroute.types import (
@@ -37,9 +37,9 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def columns_of(request: RequestView, fleet: Fleet, pricing: ColumnPricing | None = None) -> Offers:
-    pricing = pricing or ColumnPricing(WEIGHTS)
-    pricing.price(request, fleet)
-    columns = pricing.price(request, fleet)
+    pricing = pricing or ColumnPricing()
+    pricing.price(request, fleet, WEIGHTS)
+    columns = pricing.price(request, fleet, WEIGHTS)
     assert columns is not None
     return columns
 
@@ -84,6 +84,8 @@ def random_load(source: Random) -> WorkerLoad:
         for news in (charge.first_byte, charge.release):
             if source.random() < 0.6:
                 news(NOW_S - source.random() * 20)
+    if source.random() < 0.3:
+        load.report_kv(source.random(), source.choice([9000, 100_000]))
     return load
 
 
@@ -220,6 +222,7 @@ WRITERS: dict[str, Callable[[Fleet], Any]] = {
     "released before its first byte": lambda fleet: fleet.loads[0].queued.release(NOW_S),
     "released": lambda fleet: fleet.loads[0].running.release(NOW_S),
     "others": lambda fleet: fleet.loads[0].add_others(2, 3000),
+    "reported": lambda fleet: fleet.loads[0].report_kv(0.9, 20_000),
     "prefill_scale": assigned("prefill_scale", 2.0),
     "decode_scale": assigned("decode_scale", 2.0),
     "kv_tokens": assigned("kv_tokens", 10_000),
@@ -244,13 +247,24 @@ def test_whatever_changes_a_price_is_seen(writer: str) -> None:
     load.running.first_byte(NOW_S - 3)
     load.queued = load.charge(NOW_S, prefill_s=1.0, prompt_tokens=6000, uncached_tokens=6000)
     fleet = msgspec.structs.replace(fleet, loads=(load, *fleet.loads[1:]))
-    request, pricing = RequestView(prompt_tokens=3000), ColumnPricing(WEIGHTS)
+    fleet.paces[0].kv_tokens = 20_000  # 12,300 of them are in the books
+    request, pricing = RequestView(prompt_tokens=3000), ColumnPricing()
     columns_of(request, fleet, pricing)
     before = price_sides(request, fleet, WEIGHTS, fleet.paces)
     WRITERS[writer](fleet)
     after = price_sides(request, fleet, WEIGHTS, fleet.paces)
     assert totals(after)[0] != pytest.approx(totals(before)[0], rel=1e-6), "the price was to change"
-    assert_same(pricing.price(request, fleet), after)
+    assert_same(pricing.price(request, fleet, WEIGHTS), after)
+
+
+def test_rows_are_the_same_for_all_weights() -> None:
+    """The next request may be priced by others: nothing of the last ones is left."""
+    request, fleet = random_case(Random(7))
+    pricing = ColumnPricing()
+    columns_of(request, fleet, pricing)
+    for weights in (WEIGHTS, Weights(0.0, 0.0, 0.0, 0.0), Weights(1.0, 3.0, 5.0, 0.7), WEIGHTS):
+        sides = price_sides(request, fleet, weights, fleet.paces)
+        assert_same(pricing.price(request, fleet, weights), sides)
 
 
 def test_a_random_life_leaves_no_row_behind() -> None:
@@ -258,7 +272,7 @@ def test_a_random_life_leaves_no_row_behind() -> None:
     print(f"seed {seed}")
     source = Random(seed)
     request, fleet = random_case(source)
-    pricing, alive = ColumnPricing(WEIGHTS), list[Charge]()
+    pricing, alive = ColumnPricing(), list[Charge]()
     for step in range(300):
         at, now_s = source.randrange(len(fleet.loads)), NOW_S + step * source.random()
         match source.randrange(5):
@@ -272,6 +286,7 @@ def test_a_random_life_leaves_no_row_behind() -> None:
                 alive.pop(source.randrange(len(alive))).release(now_s)
             case 3:
                 fleet.loads[at].add_others(1, 300)
+                fleet.loads[at].report_kv(source.random(), source.choice([None, 9000]))
             case _:
                 name = source.choice(["prefill_scale", "decode_scale", "kv_tokens", "match_reliability"])
                 setattr(fleet.paces[at], name, source.choice([0.3, 0.7, 1]))
@@ -286,26 +301,26 @@ def test_a_random_life_leaves_no_row_behind() -> None:
 
 
 def test_columns_are_for_large_fleets_seen_before_that_cannot_change() -> None:
-    fleet, request, pricing = large_fleet(), RequestView(prompt_tokens=10), ColumnPricing(FREE)
-    assert pricing.price(request, fleet) is None, "seen for the first time"
-    assert pricing.price(request, fleet) is not None
-    assert copy.deepcopy(pricing).price(request, fleet) is None, "a copy starts without any"
+    fleet, request, pricing = large_fleet(), RequestView(prompt_tokens=10), ColumnPricing()
+    assert pricing.price(request, fleet, WEIGHTS) is None, "seen for the first time"
+    assert pricing.price(request, fleet, WEIGHTS) is not None
+    assert copy.deepcopy(pricing).price(request, fleet, WEIGHTS) is None, "a copy starts without any"
     fewer = msgspec.structs.replace(fleet, loads=fleet.loads[1:], paces=fleet.paces[1:])
     lists = msgspec.structs.replace(fleet, loads=list(fleet.loads), paces=list(fleet.paces))
     for other in (fewer, lists, msgspec.structs.replace(fleet, paces=())):
-        assert pricing.price(request, other) is None
-        assert pricing.price(request, other) is None
+        assert pricing.price(request, other, WEIGHTS) is None
+        assert pricing.price(request, other, WEIGHTS) is None
 
 
 def test_of_more_fleets_than_are_kept_the_last_asked_about_stay() -> None:
     fleets, request, pricing = (
         [large_fleet() for _ in range(MAX_FLEETS + 1)],
         RequestView(),
-        ColumnPricing(FREE),
+        ColumnPricing(),
     )
     for fleet in fleets[:-1]:
-        pricing.price(request, fleet)
-    assert pricing.price(request, fleets[0]) is not None
-    assert pricing.price(request, fleets[-1]) is None
-    assert pricing.price(request, fleets[0]) is not None
-    assert pricing.price(request, fleets[1]) is None, "the one that was not asked about for longest"
+        pricing.price(request, fleet, WEIGHTS)
+    assert pricing.price(request, fleets[0], WEIGHTS) is not None
+    assert pricing.price(request, fleets[-1], WEIGHTS) is None
+    assert pricing.price(request, fleets[0], WEIGHTS) is not None
+    assert pricing.price(request, fleets[1], WEIGHTS) is None, "the one that was not asked about for longest"

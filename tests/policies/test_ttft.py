@@ -12,13 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.policies.costs.links import Link
+from kvroute.policies.pricing import AHEAD, ROOM
 from kvroute.policies.registry import PolicyError, make_policy
-from kvroute.policies.ttft import Ttft
+from kvroute.policies.ttft import FEW_TOKENS, LATE, LEAD_S, LONG, Ttft
+from kvroute.policies.worth import EQUAL_RATIO, EXPONENT, FEW
 from kvroute.types import Decision, Fleet, Hold, PrefixMatch, Rejection, RequestView, Role
 from tests.policies.fleets import PLAIN, Node, in_gpu, priced_fleet
 
 OWN_TIME = {"cache_weight": 0.0, "delay_weight": 0.0, "stall_weight": 0.0, "decode_weight": 0.0}
-"""Only what the request itself waits for."""
+"""Only what the request itself waits for, and what it delays the first tokens of those before it."""
+FEW_S = FEW_TOKENS * 1e-4
+"""Prefill of so many tokens: a queue of as much counts as one that is there."""
+LONG_TOKENS = int(LONG * 100)
+"""From which on a prompt is a long one beside decodes: its prefill takes `LONG` steps of 10 ms."""
 
 
 def policy(**options: Any) -> Ttft:
@@ -51,7 +57,7 @@ def test_a_hot_cache_behind_800_ms_loses_to_a_cold_node_with_10_ms_and_300_ms_of
     hot, cold = sorted(policy(**OWN_TIME).price(RequestView(prompt_tokens=3000), fleet), key=_name)
     assert (hot.cost.queue_wait_s, hot.cost.prefill_s) == pytest.approx((0.8, 0.0001))
     assert (cold.cost.queue_wait_s, cold.cost.prefill_s) == pytest.approx((0.01, 0.3))
-    assert cold.cost.total_s == pytest.approx(0.31)
+    assert cold.cost.total_s == pytest.approx(0.31 + AHEAD * 0.3), "the one that prefills there waits for it"
 
 
 def test_the_hot_cache_wins_once_its_queue_is_short() -> None:
@@ -61,7 +67,7 @@ def test_the_hot_cache_wins_once_its_queue_is_short() -> None:
 
 
 def test_every_term_by_hand() -> None:
-    """2000 uncached tokens behind half a second, two requests decoding, 0.4 arrivals a second."""
+    """2000 uncached tokens behind half a second of one other, two decoding, 0.4 arrivals a second."""
     growing = replace(PLAIN, decode_context_ms=0.001)
     node = Node(queue_s=0.5, decoding=2, cached=1000, kv_tokens=8000, speed=growing)
     fleet = priced_fleet(node, arrivals_per_s=0.4)
@@ -75,7 +81,7 @@ def test_every_term_by_hand() -> None:
     assert cost.prefill_s == pytest.approx(0.2)
     assert cost.cache_s == pytest.approx(4 * 0.2 / 2), "half the share from which on it counts in full"
     assert cost.delay_s == pytest.approx(3 * 0.4 * cost.queue_wait_s * 0.2)
-    assert cost.stall_s == pytest.approx(0.25 * 0.2 * 3)
+    assert cost.stall_s == pytest.approx(0.2 * (0.25 * 2 + AHEAD * 1)), "two decode, one prefills"
     # 8000 tokens decode; the 5000 queued and this one's 3000 will by then
     itl_s = (0.010 + (8000 + 5000 + 3000) * 1e-6) / (1 - 0.025)
     assert cost.itl_s == pytest.approx(itl_s, rel=2e-3)
@@ -101,9 +107,23 @@ def test_a_shared_first_block_is_no_affinity() -> None:
     assert chosen(priced_fleet(Node(queue_s=0.011, cached=16), Node(queue_s=0.01)), 6000, **OWN_TIME) == "a"
 
 
+def test_those_prefilling_are_delayed_by_its_prefill_whatever_the_weights() -> None:
+    """300 ms, of which each of three that wait for their first token loses its share; decodes lose none."""
+    fleet = priced_fleet(Node(decoding=4))
+    for _ in range(3):
+        fleet.loads[0].charge(0.0, prefill_s=0.1, uncached_tokens=1000)
+    (priced,) = policy(**OWN_TIME).price(RequestView(prompt_tokens=3000), fleet)
+    assert priced.cost.stall_s == pytest.approx(0.3 * AHEAD * 3)
+    (priced,) = policy(**OWN_TIME | {"stall_weight": 0.5}).price(RequestView(prompt_tokens=3000), fleet)
+    assert priced.cost.stall_s == pytest.approx(0.3 * (AHEAD * 3 + 0.5 * 4))
+
+
 def test_a_slower_worker_is_dearer() -> None:
-    assert chosen(priced_fleet(Node(scale=3.0), Node(queue_s=0.5)), 3000, **OWN_TIME) == "b"
-    assert chosen(priced_fleet(Node(scale=3.0), Node(queue_s=0.7)), 3000, **OWN_TIME) == "a"
+    """0.9 s alone, or 0.3 s after the queue, by which the one in it is delayed as well."""
+    alike_s = 0.9 - 0.3 - AHEAD * 0.3
+    for queue_s, cheaper in ((alike_s - 0.01, "b"), (alike_s + 0.01, "a")):
+        fleet = priced_fleet(Node(scale=3.0), Node(queue_s=queue_s))
+        assert chosen(fleet, 3000, **OWN_TIME) == cheaper
 
 
 def test_no_kv_room_is_a_wait() -> None:
@@ -270,28 +290,82 @@ def test_every_queue_too_long_is_rejected() -> None:
 # --- holding -----------------------------------------------------------------------------------
 
 
-def test_it_waits_for_a_worker_with_a_step_s_worth_of_prefill() -> None:
-    fleet = priced_fleet(Node(queue_s=0.82), may_hold=True)
-    held = decide(fleet, 3000)
+def test_it_waits_for_a_worker_with_more_than_a_little_prefill() -> None:
+    enough, little = Node(queue_s=FEW_S + 0.001), Node(queue_s=FEW_S - 0.001)
+    fleet = priced_fleet(enough, may_hold=True)
+    held = decide(fleet, 3000, {"age_weight": 30.0})
     assert isinstance(held, Hold)
     assert (held.worker.id, held.prefill_s, held.rank_s) == ("a", pytest.approx(0.3), pytest.approx(30 * 0.3))
-    assert isinstance(decide(priced_fleet(Node(queue_s=0.81), may_hold=True)), Decision)
-    assert isinstance(decide(priced_fleet(Node(queue_s=0.82))), Decision), "nobody asked"
+    assert isinstance(decide(priced_fleet(little, may_hold=True)), Decision)
+    assert isinstance(decide(priced_fleet(enough)), Decision), "nobody asked"
     assert isinstance(decide(fleet, 3000, {"hold": False}), Decision)
 
 
 def test_an_engine_that_is_late_is_not_kept_idle() -> None:
-    """0.9 s of prefill are pending: after one and a half times that it is no reason any more."""
+    """0.898 s of prefill are pending: after so many times that it is no reason any more."""
     fleet = priced_fleet(Node(queue_s=0.9), may_hold=True)
     assert isinstance(decide(fleet), Hold)
-    assert isinstance(decide(msgspec.structs.replace(fleet, now_s=1.34)), Hold)
-    assert isinstance(decide(msgspec.structs.replace(fleet, now_s=1.36)), Decision)
+    assert isinstance(decide(msgspec.structs.replace(fleet, now_s=LATE * 0.898 - 0.005)), Hold)
+    assert isinstance(decide(msgspec.structs.replace(fleet, now_s=LATE * 0.898 + 0.005)), Decision)
+
+
+@pytest.mark.parametrize(
+    ("from_the_end_s", "short", "long"),
+    [
+        (-LEAD_S - 0.001, Hold, Hold),
+        (-LEAD_S + 0.001, Decision, Hold),
+        (-0.001, Decision, Hold),
+        (0.001, Hold, Hold),
+        ((LATE - 1) * 0.498 - 0.001, Hold, Hold),
+        ((LATE - 1) * 0.498 + 0.001, Decision, Decision),
+    ],
+)
+def test_a_short_one_goes_just_before_the_prefill_ahead_should_be_over(
+    from_the_end_s: float, short: type, long: type
+) -> None:
+    """498 ms of it began at 0, beside two that decode; one that is overdue may last, up to a limit."""
+    fleet = priced_fleet(Node(queue_s=0.5, decoding=2), may_hold=True)
+    fleet = msgspec.structs.replace(fleet, now_s=0.498 + from_the_end_s)
+    assert isinstance(decide(fleet, LONG_TOKENS - 10), short)
+    assert isinstance(decide(fleet, LONG_TOKENS + 10), long)
+
+
+def test_on_a_slower_worker_the_prefill_ahead_is_over_later_and_its_steps_are_longer() -> None:
+    """Half as fast: 0.499 s of the preset and 20 ms steps, so that the same prompts are short ones."""
+    fleet = priced_fleet(Node(queue_s=0.5, decoding=2, scale=2.0), may_hold=True)
+    for now_s, short in ((0.998 - LEAD_S - 0.001, Hold), (0.998 - LEAD_S + 0.001, Decision)):
+        late = msgspec.structs.replace(fleet, now_s=now_s)
+        assert isinstance(decide(late, LONG_TOKENS - 10), short)
+        assert isinstance(decide(late, LONG_TOKENS + 10), Hold)
+
+
+def test_what_is_cached_of_a_prompt_makes_it_no_long_one() -> None:
+    fleet = priced_fleet(Node(queue_s=0.5, decoding=2, cached=LONG_TOKENS), may_hold=True)
+    fleet = msgspec.structs.replace(fleet, now_s=0.498 - LEAD_S + 0.001)
+    assert isinstance(decide(fleet, LONG_TOKENS + 1000), Decision)
+    assert isinstance(decide(fleet, 2 * LONG_TOKENS + 10), Hold)
+
+
+def test_all_that_is_ahead_must_be_nearly_over() -> None:
+    """Two of 300 ms: at the end of the first a second one is to come."""
+    fleet = priced_fleet(Node(decoding=2), may_hold=True)
+    for _ in range(2):
+        fleet.loads[0].charge(0.0, prefill_s=0.3, uncached_tokens=3000)
+    for now_s, answer in (
+        (0.3 - 0.001, Hold),
+        (0.6 - LEAD_S - 0.001, Hold),
+        (0.6 - LEAD_S + 0.001, Decision),
+    ):
+        assert isinstance(decide(msgspec.structs.replace(fleet, now_s=now_s), 100), answer)
 
 
 def test_it_waits_where_somebody_held_goes_first_unless_another_is_cheaper() -> None:
-    busy = [Node(), Node(queue_s=0.5)]
-    assert isinstance(decide(priced_fleet(*busy, promised_s=[0.5, 0.0], may_hold=True)), Hold)
-    decision = decide(priced_fleet(*busy, promised_s=[1.0, 0.0], may_hold=True))
+    """Behind what is promised, or behind a little prefill, which 300 ms more would delay."""
+    little_s = FEW_S - 0.001
+    alike_s = little_s + AHEAD * 0.3
+    busy = [Node(), Node(queue_s=little_s)]
+    assert isinstance(decide(priced_fleet(*busy, promised_s=[alike_s - 0.01, 0.0], may_hold=True)), Hold)
+    decision = decide(priced_fleet(*busy, promised_s=[alike_s + 0.01, 0.0], may_hold=True))
     assert decision.candidate.prefill.id == "b"
 
 
@@ -303,12 +377,45 @@ def test_it_waits_for_kv_room_but_never_on_an_idle_worker() -> None:
 
 
 def test_room_is_what_the_engine_shows_in_use_less_a_margin() -> None:
-    """7400 tokens in the books, 2000 and an answer of 300 to come, of 10,000: 97 % may be given away."""
+    """2000 tokens and an answer of 300 are to come, and not all of 10,000 may be given away."""
     small = replace(PLAIN, kv_tokens=10_000)
-    for in_books, kv_share, answer in ((7402, 1.0, Hold), (7400, 1.0, Decision), (9200, 0.8, Decision)):
-        fleet = priced_fleet(Node(decoding=2, kv_tokens=in_books, speed=small), may_hold=True)
-        fleet.loads[0].kv_share = kv_share
+    room = 10_000 * ROOM - 2300
+    for in_books, reported, answer in (
+        (room + 2, None, Hold),
+        (room, None, Decision),
+        (room + 1800, room, Decision),  # a prefix that they share lies there once
+        (room + 1800, room + 2, Hold),
+        (room - 2400, room, Decision),  # others have requests there as well
+        (room - 2400, room + 2, Hold),
+    ):
+        fleet = priced_fleet(Node(decoding=2, kv_tokens=int(in_books), speed=small), may_hold=True)
+        if reported is not None:
+            fleet.loads[0].report_kv((reported - 0.5) / 10_000, 10_000)
         assert isinstance(decide(fleet, 2000), answer)
+
+
+# --- what a second of decoding counts ------------------------------------------------------------
+
+
+def test_decodes_count_less_once_prefills_are_seen_to_be_short_beside_them() -> None:
+    """30 ms of prefill before 3 s of decoding: a hundredth, which is less than counts in full."""
+    options = {"stall_weight": 0.5, "decode_weight": 0.2}
+    fleet, request = priced_fleet(Node(decoding=2)), RequestView(prompt_tokens=300)
+    turning = policy(**options)
+    for placed in range(FEW + 1):
+        (priced,) = turning.price(request, fleet)
+        worth = (0.01 / EQUAL_RATIO) ** EXPONENT if placed >= FEW else 1.0
+        assert priced.cost.decode_s == pytest.approx(worth * 0.2 * 300 * 0.01)
+        assert priced.cost.stall_s == pytest.approx(worth * 0.5 * 0.03 * 2)
+        assert turning.decide(request, fleet).cost == priced.cost
+
+
+def test_who_is_held_has_not_been_placed() -> None:
+    turning, request = policy(decode_weight=0.2), RequestView(prompt_tokens=300)
+    busy, idle = priced_fleet(Node(queue_s=FEW_S + 0.1), may_hold=True), priced_fleet(Node())
+    for _ in range(2 * FEW):
+        assert isinstance(turning.decide(request, busy), Hold)
+    assert turning.decide(request, idle).cost.decode_s == pytest.approx(0.2 * 300 * 0.01)
 
 
 # --- properties --------------------------------------------------------------------------------
