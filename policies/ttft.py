@@ -227,9 +227,8 @@ class Ttft:
         if fleet.promised_s and fleet.promised_s[at] > 0:
             return True
         load, pace = fleet.loads[at], paces[at]
-        decodes = load.decoding
-        is_long = decodes and side.prefill_s > LONG * pace.decode_s(decodes, load.context_tokens)
-        lead_s = 0.0 if is_long else LEAD_S
+        step_s = pace.decode_s(load.requests, load.context_tokens)  # of all, once that prefill is over
+        lead_s = LEAD_S if side.prefill_s < LONG * step_s else 0.0
         if _tokens_ahead(load, pace, fleet.now_s, lead_s) >= FEW_TOKENS:
             return True
         at = choice.decode
