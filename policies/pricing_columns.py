@@ -65,7 +65,6 @@ class _Row(NamedTuple, Generic[Value]):
     """A decode step with this request in it, but for its context."""
     context_s: Value
     """Per token of that."""
-    kv_tokens: Value
     kv_room_tokens: Value
     kv_used_tokens: Value
     kv_over_tokens: Value
@@ -107,7 +106,6 @@ def _row(load: WorkerLoad, pace: Pace) -> _Row[float]:
         share_at=load.prefilled_at_s / PREFILL_SHARE_TAU_S,
         step_s=next_step_ms * step_s,
         context_s=speed.decode_context_ms * step_s,
-        kv_tokens=load.kv_tokens,
         kv_room_tokens=pace.kv_tokens,
         kv_used_tokens=load.kv_used_tokens,
         kv_over_tokens=load.kv_used_tokens - pace.kv_tokens,

@@ -192,8 +192,9 @@ class WorkerLoad:
             coming = self.pending_prefill_tokens + self.growth_tokens
             unbooked = usage_ratio * room_tokens + coming - self.kv_tokens
         self.kv_usage_ratio = usage_ratio
-        self.kv_unbooked_tokens = unbooked
-        self.version += 1
+        if unbooked != self.kv_unbooked_tokens:
+            self.kv_unbooked_tokens = unbooked
+            self.version += 1
 
     def add_others(self, requests: int, prefill_tokens: int) -> None:
         """Other replicas carry so much more here than they did, or less."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
@@ -270,7 +271,7 @@ async def test_a_burst_on_an_idle_engine_goes_short_first() -> None:
             )
         )
         for name in ("short", "middle", "long"):
-            await until(lambda name=name: name in script.came)  # type: ignore[misc]
+            await until(partial(script.came.__contains__, name))
             script.let(name)
         assert [(await client.receive()).status for client in clients] == [200] * 3
         assert script.came == ["short", "middle", "long"]
