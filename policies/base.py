@@ -23,9 +23,9 @@ class Policy(Protocol):
     `needs_seconds = True` to have their prefill seconds, and paces that answers have corrected; what nobody
     needs costs nothing.
 
-    Where prefill and decode workers are apart, `chooses_pairs = True` shows a policy all of them and the link
-    between (`fleet.pd_link`), and its candidate names both. Others are shown the prefill workers alone, and
-    the decode worker is the one with the fewest KV tokens promised.
+    Where requests can be split, `chooses_pairs = True` shows a policy all workers and the links between them
+    (`fleet.pd_links`), and its candidate names both. Others are shown the prefill workers alone, and the
+    decode worker is the one with the fewest KV tokens promised.
 
     `short_first = True` has requests that come in the same turn of the event loop decided on together, those
     with the shorter prompts before the others: a burst finds the workers free for what keeps them least.

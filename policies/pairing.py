@@ -5,20 +5,52 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvroute.load import WorkerLoad
-from kvroute.policies.costs.links import Handoff, Link
+from kvroute.policies.costs.links import Handoff, PdLinks
 from kvroute.policies.costs.pace import Pace
-from kvroute.types import PrefixMatch, Worker
+from kvroute.policies.pricing import DECODE_WEIGHT, Weights, price_sides
+from kvroute.types import NO_MATCH, Fleet, PrefixMatch, RequestView, Role, Worker
+
+DECODING = Weights(0.0, 0.0, 0.0, DECODE_WEIGHT, 0.0)
+"""For who only decodes."""
 
 
-def handoff_s(link: Link, prompt_tokens: int, worker: Worker, match: PrefixMatch, pace: Pace) -> float:
-    """Seconds for a prompt's KV to reach this decode worker, the link being free.
+def handoff_s(
+    links: PdLinks, prompt_tokens: int, prefill: Worker, decode: Worker, match: PrefixMatch, pace: Pace
+) -> float:
+    """Seconds for a prompt's KV to reach the decode worker, whose match and pace these are; links are free.
 
     Whole blocks travel, but for those that it is known to hold in its GPU. The last token is computed there
     again, so that its block always travels.
     """
-    block_tokens = worker.block_size_tokens or 1
+    block_tokens = decode.block_size_tokens or 1
     held = min(match.gpu_tokens, max(prompt_tokens - 1, 0) // block_tokens * block_tokens)
+    link = links.between(prefill, decode)
     return Handoff(link, pace.speed.kv_bytes_per_token, block_tokens).seconds(prompt_tokens - held)
+
+
+def cheapest_decode(request: RequestView, fleet: Fleet, prefill: Worker) -> int | None:
+    """Index of the worker to decode a prompt whose KV lies finished at `prefill` (in the fleet or not); None
+    where no other decodes. The fleet needs its paces, and links.
+
+    Price: what it would be there as the decode half of a split, the wait for KV room included, and the
+    handoff. One that would break the request's ITL limit is taken when no other is left.
+    """
+    links = fleet.pd_links
+    if links is None:
+        raise ValueError("pd_links: None; links are expected, KV is to travel")
+    among = [
+        j for j, one in enumerate(fleet.workers) if one.role is not Role.PREFILL and one.id != prefill.id
+    ]
+    sides = price_sides(request, fleet, DECODING, fleet.paces)
+    itl_limit_s = request.itl_limit_s
+
+    def price(j: int) -> tuple[bool, float]:
+        worker, pace = fleet.workers[j], fleet.paces[j]
+        match = fleet.matches[j] if fleet.matches else NO_MATCH
+        travel_s = handoff_s(links, request.prompt_tokens, prefill, worker, match, pace)
+        return itl_limit_s is not None and sides[j].itl_s > itl_limit_s, sides[j].stay_s + travel_s
+
+    return min(among, key=price, default=None)
 
 
 def roomiest(loads: Sequence[WorkerLoad], among: Sequence[int], turn: int) -> int:

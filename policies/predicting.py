@@ -65,10 +65,10 @@ def _expect_split(request: RequestView, fleet: Fleet, at: int, decode_at: int) -
     pace, decode_pace = fleet.paces[at], fleet.paces[decode_at]
     side, decode = price_one(request, fleet, FREE, at), price_one(request, fleet, FREE, decode_at)
     travel_s = 0.0
-    if fleet.pd_link is not None:
+    if fleet.pd_links is not None:
         match = fleet.matches[decode_at] if fleet.matches else NO_MATCH
-        worker = fleet.workers[decode_at]
-        travel_s = handoff_s(fleet.pd_link, request.prompt_tokens, worker, match, decode_pace)
+        pair = fleet.workers[at], fleet.workers[decode_at]
+        travel_s = handoff_s(fleet.pd_links, request.prompt_tokens, *pair, match, decode_pace)
     ahead_s = side.queue_s + side.load_s + side.prefill_s
     prefill = Prediction(pace.overhead_s + ahead_s, 0.0, ahead_s / pace.prefill_scale, 0.0, side.load_s == 0)
     whole = Prediction(

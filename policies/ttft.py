@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -14,6 +14,7 @@ from kvroute.policies.costs.pace import Pace
 from kvroute.policies.limits import NO_LIMITS, Limits
 from kvroute.policies.pairing import handoff_s
 from kvroute.policies.pricing import (
+    DECODE_WEIGHT,
     Offers,
     Side,
     Sides,
@@ -68,8 +69,8 @@ class _Choice(Struct, gc=False):
 
 
 class Ttft:
-    """Rule: argmin over workers of the price in `pricing`; where the fleet has a link that carries KV between
-    them (`pd_link`), over pairs of a prefill and a decode worker as well.
+    """Rule: argmin over workers of the price in `pricing`; where the fleet has links that carry KV between
+    them (`pd_links`), over pairs of a prefill and a decode worker as well.
 
     A limit of the request or of the options (TTFT, ITL, end to end) makes candidates that would break it
     infeasible: they are taken only when no other is left, the cheapest first, or, with `admission` "slo", not
@@ -107,7 +108,7 @@ class Ttft:
         cache_weight: Weight = 2.5
         delay_weight: Weight = 1.0
         stall_weight: Weight = 0.4
-        decode_weight: Weight = 0.22
+        decode_weight: Weight = DECODE_WEIGHT
         hold: bool = True
         age_weight: Weight = 70.0
         ttft_limit_s: Limit = None
@@ -129,7 +130,7 @@ class Ttft:
         limits = self._limits_of(request)
         weights = self._weights()
         sides: Offers | None = None
-        if fleet.pd_link is None and limits == NO_LIMITS:  # those look at every side
+        if fleet.pd_links is None and limits == NO_LIMITS:  # those look at every side
             sides = self._columns.price(request, fleet, weights)
         if sides is None:
             sides = price_sides(request, fleet, weights, paces)
@@ -194,13 +195,13 @@ class Ttft:
     ) -> _Choice:
         count = len(fleet.workers)
         start = self._turn % count
-        if fleet.pd_link is None and limits == NO_LIMITS:  # the way of most requests
+        if fleet.pd_links is None and limits == NO_LIMITS:  # the way of most requests
             at, total_s = sides.cheapest(start)
             if fleet.loads[at].requests >= CROWD:
                 at, total_s = _beside_the_crowd(fleet, sides, at, start)
             return _Choice(at, at, total_s)
         return min(
-            _candidates(request, fleet, paces, sides, limits, pairs=2),
+            _candidates(request, fleet, paces, sides, limits),
             key=lambda one: (one.broken is not None, one.total_s, (one.prefill - start) % count),
         )
 
@@ -296,9 +297,9 @@ def _has_lower(fleet: Fleet, at: int) -> bool:
 
 def _of_prefillers(fleet: Fleet, sides: Offers) -> Offers:
     """Of those that may prefill."""
-    if fleet.pd_link is None:
+    if fleet.pd_links is None:
         return sides
-    return Sides(sides[i] for i, worker in enumerate(fleet.workers) if worker.role is not Role.DECODE)
+    return Sides(sides[i] for i, worker in enumerate(fleet.workers) if worker.prefills)
 
 
 def _ttft_s(fleet: Fleet, pace: Pace, prefill: Side, decode: Side, handoff_s: float) -> float:
@@ -316,13 +317,8 @@ def _candidates(
     paces: Sequence[Pace],
     sides: Offers,
     limits: Limits,
-    pairs: int | None = None,
 ) -> Iterator[_Choice]:
-    """Every worker that may do it all, and every split of two different workers.
-
-    With `pairs`, splits of the best so many of each half only: a price is the sum of its halves (the handoff
-    is the decode worker's), so that with two the best split is among them.
-    """
+    """Every worker that may do it all, and every split of two different workers."""
     workers, output = fleet.workers, fleet.output_tokens
 
     def choice(i: int, j: int, handoff_s: float = 0.0) -> _Choice:
@@ -331,34 +327,21 @@ def _candidates(
         return _Choice(i, j, total_s, limits.broken(ttft_s, sides[j].itl_s, output), handoff_s)
 
     everyone = range(len(workers))
-    link = fleet.pd_link
+    links = fleet.pd_links
     for i in everyone:
-        if link is None or workers[i].role is Role.BOTH:
+        if links is None or (workers[i].takes_whole and workers[i].role is not Role.PREFILL):
             yield choice(i, i)
-    if link is None:
+    if links is None:
         return
-
-    def best(among: list[int], key: Callable[[int], tuple[bool, float]]) -> list[int]:
-        return among if pairs is None else sorted(among, key=key)[:pairs]
-
-    def prefill_key(i: int) -> tuple[bool, float]:
-        too_late = limits.ttft_s is not None and sides[i].queue_s + sides[i].prefill_s > limits.ttft_s
-        return too_late, sides[i].start_s
-
-    def decode_key(j: int) -> tuple[bool, float]:
-        return limits.itl_s is not None and sides[j].itl_s > limits.itl_s, sides[j].stay_s + handoffs_s[j]
-
     matches = fleet.matches or [NO_MATCH] * len(workers)
-    handoffs_s = {
-        j: handoff_s(link, request.prompt_tokens, workers[j], matches[j], paces[j])
-        for j in everyone
-        if workers[j].role is not Role.PREFILL
-    }
-    decoders = best(list(handoffs_s), decode_key)
-    for i in best([i for i in everyone if workers[i].role is not Role.DECODE], prefill_key):
+    decoders = [j for j in everyone if workers[j].role is not Role.PREFILL]
+    for i in everyone:
+        if workers[i].role is Role.DECODE:
+            continue
         for j in decoders:
             if i != j:
-                yield choice(i, j, handoffs_s[j])
+                pair = workers[i], workers[j]
+                yield choice(i, j, handoff_s(links, request.prompt_tokens, *pair, matches[j], paces[j]))
 
 
 def _worthwhile_pull(

@@ -19,7 +19,7 @@ from kvroute.loadtests.simulator.placing import NOBODY, Answer, Ask, Learning, P
 from kvroute.policies.base import Policy
 from kvroute.policies.costs.calibration import Calibration
 from kvroute.policies.costs.lengths import OutputLengths
-from kvroute.policies.costs.links import Link
+from kvroute.policies.costs.links import Link, PdLinks
 from kvroute.policies.costs.pace import Pace
 from kvroute.policies.costs.rates import Rate
 from kvroute.policies.holding import HoldQueue, Ticket
@@ -53,7 +53,7 @@ class _Members(Struct, frozen=True):
 
 class Router(Generic[T]):
     """One gateway over a fleet. `predicts`: what was routed counts as held until events have come. With a
-    `calibration`, answers correct the paces. With a `pd_link`, prefill and decode workers are apart, in this
+    `calibration`, answers correct the paces. With `pd_links`, prefill and decode workers are apart, in this
     order: a policy that does not choose pairs is shown the prefill workers, and the decode worker is the one
     with the fewest KV tokens promised.
     """
@@ -69,7 +69,7 @@ class Router(Generic[T]):
         predicts: bool = True,
         hold_limit: int = 1024,
         calibration: Calibration | None = None,
-        pd_link: Link | None = None,
+        pd_links: PdLinks | None = None,
         peer_link: Link | None = None,
     ) -> None:
         self.workers = workers
@@ -82,7 +82,7 @@ class Router(Generic[T]):
         self._needs_active_keys = bool(getattr(policy, "needs_active_keys", False))
         self.paces = paces
         self._index = index
-        self._pd_link = pd_link
+        self._pd_links = pd_links
         self._peer_link = peer_link
         self._chooses_pairs = bool(getattr(policy, "chooses_pairs", False))
         self._turn = -1
@@ -167,10 +167,10 @@ class Router(Generic[T]):
         """Ask the policy and charge its choice; `Hold` only where `promised_s` is given."""
         members = self._members_without(tried) if tried else self._members
         count = len(members.at)
-        if not members.prefillers or (self._pd_link is not None and members.prefillers == count):
+        if not members.prefillers or (self._pd_links is not None and members.prefillers == count):
             return NOBODY
         fleet = self._fleet(ask, members, self._clock(), promised_s)
-        if self._pd_link is None or self._chooses_pairs:
+        if self._pd_links is None or self._chooses_pairs:
             decision = self._policy.decide(ask.view, fleet)
         else:
             decision = self._policy.decide(ask.view, _first(fleet, members.prefillers))
@@ -178,7 +178,7 @@ class Router(Generic[T]):
             return decision
         workers, candidate = fleet.workers, decision.candidate
         at = next(i for i, worker in enumerate(workers) if worker is candidate.prefill)
-        if self._pd_link is None:
+        if self._pd_links is None:
             decode_at = at
         elif self._chooses_pairs:
             decode_at = next(i for i, worker in enumerate(workers) if worker is candidate.decode)
@@ -224,7 +224,7 @@ class Router(Generic[T]):
             arrivals_per_s=self._arrivals.per_s(now_s) / members.prefillers,
             promised_s=[promised_s.get(id_, 0.0) for id_ in ids] if promised_s else (),
             may_hold=promised_s is not None,
-            pd_link=self._pd_link,
+            pd_links=self._pd_links,
             peer_link=self._peer_link,
             held_s=now_s - ask.since_s,
         )
@@ -277,5 +277,5 @@ def _first(fleet: Fleet, count: int) -> Fleet:
         held_blocks=fleet.held_blocks[:count],
         paces=fleet.paces[:count],
         promised_s=fleet.promised_s[:count],
-        pd_link=None,
+        pd_links=None,
     )

@@ -17,6 +17,7 @@ from kvroute.loadtests.simulator.setting import Failure, Setting
 from kvroute.loadtests.traces.arrivals import Arrival
 from kvroute.policies.base import Policy
 from kvroute.policies.costs.calibration import Calibration
+from kvroute.policies.costs.links import PdLinks
 from kvroute.policies.holding import Ticket
 from kvroute.router.retry import RetryBudget
 from kvroute.types import Rejection, Worker
@@ -51,7 +52,13 @@ class Simulation:
     def _router(self, policy: Policy) -> Router[Record]:
         setting = self.setting
         workers = [
-            Worker(name, f"http://{name}.invalid", setting.role(i), block_size_tokens=setting.block_tokens)
+            Worker(
+                name,
+                f"http://{name}.invalid",
+                setting.role(i),
+                block_size_tokens=setting.block_tokens,
+                takes_whole=setting.split is None,
+            )
             for i, name in enumerate(self.names)
         ]
         return Router(
@@ -63,7 +70,7 @@ class Simulation:
             predicts=setting.predicts,
             hold_limit=setting.hold_limit,
             calibration=Calibration() if setting.learns else None,
-            pd_link=None if setting.split is None else setting.handoff,
+            pd_links=None if setting.split is None else PdLinks.uniform(setting.handoff),
             peer_link=setting.memory.peer_link,
         )
 

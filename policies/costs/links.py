@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from kvroute.types import Tier
+from kvroute.types import Tier, Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,60 @@ LINKS: dict[str, Link] = {
 }
 """By name, for plans. The middle of what is measured of payload: TCP 3.5-4.9 GB/s and 2-10 ms of set-up, RDMA
 0.5-2 ms of set-up, one 400 Gb/s port 38-49 GB/s, eight of them 190 GB/s."""
+
+
+class Nearness(StrEnum):
+    """What two workers share, the narrowest first."""
+
+    HOST = "host"
+    RACK = "rack"
+    ZONE = "zone"
+    FAR = "far"
+    """Nothing that is known."""
+
+
+def nearness(prefill: Worker, decode: Worker) -> Nearness:
+    """By their labels. Names repeat (every zone has its rack 1): they are the same only within what is not
+    known to be apart.
+    """
+    ours, theirs = prefill.place, decode.place
+    nearest = Nearness.FAR
+    for near, one, other in (
+        (Nearness.ZONE, ours.zone, theirs.zone),
+        (Nearness.RACK, ours.rack, theirs.rack),
+        (Nearness.HOST, ours.host, theirs.host),
+    ):
+        if one and other:
+            if one != other:
+                break
+            nearest = near
+    return nearest
+
+
+@dataclass(frozen=True, slots=True)
+class PdLinks:
+    """From prefill to decode workers, by how near they are. What is measured replaces what is here."""
+
+    host: Link = LINKS["dram"]
+    rack: Link = LINKS["roce-100g"]
+    zone: Link = LINKS["roce-100g"]
+    far: Link = LINKS["tcp"]
+
+    @classmethod
+    def uniform(cls, link: Link) -> PdLinks:
+        """The same wherever they are."""
+        return cls(link, link, link, link)
+
+    def of(self, near: Nearness) -> Link:
+        link: Link = getattr(self, near)
+        return link
+
+    def between(self, prefill: Worker, decode: Worker) -> Link:
+        return self.of(nearness(prefill, decode))
+
+    def with_link(self, near: Nearness, link: Link) -> PdLinks:
+        """With this one in place of the one for workers so near."""
+        return replace(self, **{near: link})
 
 
 class Overlap(StrEnum):

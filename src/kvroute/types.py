@@ -17,7 +17,7 @@ from msgspec import Struct
 
 if TYPE_CHECKING:
     from kvroute.load import WorkerLoad
-    from kvroute.policies.costs.links import Link
+    from kvroute.policies.costs.links import Link, PdLinks
     from kvroute.policies.costs.pace import Pace
 
 PRIOR_OUTPUT_TOKENS = 300.0
@@ -48,6 +48,15 @@ class KeyMode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker runs, by its labels; empty is not known, and is near to nothing."""
+
+    host: str = ""
+    rack: str = ""
+    zone: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Worker:
     """One incarnation of an engine behind a URL. A worker that leaves and returns is another `Worker`."""
 
@@ -60,6 +69,14 @@ class Worker:
     """Names it serves, adapters included; empty while unknown, which means "any"."""
     block_size_tokens: int | None = None
     data_parallel_size: int = 1
+    takes_whole: bool = True
+    """Whether it may both prefill and decode one request. Not a prefill worker, whatever this says."""
+    place: Place = Place()
+
+    @property
+    def prefills(self) -> bool:
+        """Whether it computes prompts, be it only those of requests that it does all of."""
+        return self.role is not Role.DECODE or self.takes_whole
 
     def serves(self, model: str | None) -> bool:
         """True when a request for `model` may go here; None means the request names no model."""
@@ -164,8 +181,8 @@ class Fleet(Struct, frozen=True, gc=False):
     `workers`, empty when none is held."""
     may_hold: bool = False
     """Whether the answer may be `Hold`."""
-    pd_link: Link | None = None
-    """Carries KV from a prefill to a decode worker; None: requests cannot be split, and
+    pd_links: PdLinks | None = None
+    """Carry KV from prefill to decode workers; None: requests cannot be split, and
     every worker does both."""
     peer_link: Link | None = None
     """Carries KV from one worker's cache to another's; None: they cannot pull."""

@@ -152,7 +152,7 @@ def test_a_policy_that_chooses_no_pairs_is_shown_the_prefill_workers() -> None:
     _, records = run(setting, policy, work)
     for fleet in policy.fleets:
         assert [worker.role for worker in fleet.workers] == [Role.PREFILL] * 2
-        assert fleet.pd_link is None
+        assert fleet.pd_links is None
         assert len(fleet.matches) == len(fleet.loads) == len(fleet.paces) == len(fleet.held_blocks) == 2
     # Equal prompts go round the decode workers, by the KV tokens promised.
     assert [record.worker for record in records] == [2, 3, 4, 2, 3, 4]

@@ -9,7 +9,7 @@ from kvroute.load import WorkerLoad
 from kvroute.policies.costs.pace import Pace
 from kvroute.policies.costs.speeds import Speed
 from kvroute.policies.pricing import REQUEST_S
-from kvroute.types import NO_MATCH, Fleet, PrefixMatch, Role, Worker
+from kvroute.types import NO_MATCH, Fleet, Place, PrefixMatch, Role, Worker
 
 
 def fleet(
@@ -51,6 +51,8 @@ class Node(NamedTuple):
     role: Role = Role.BOTH
     kv_tokens: int = 0
     """Of those decoding, together."""
+    takes_whole: bool = True
+    place: Place = Place()
 
 
 def priced_fleet(*nodes: Node, names: str = "abcdefghijklmnop", **fields: Any) -> Fleet:
@@ -65,7 +67,9 @@ def priced_fleet(*nodes: Node, names: str = "abcdefghijklmnop", **fields: Any) -
             queue_s = node.queue_s - REQUEST_S / node.scale
             load.charge(0.0, prefill_s=queue_s, uncached_tokens=tokens, prompt_tokens=tokens)
         cached = node.cached
-        workers.append(Worker(name, f"http://{name}:8000", node.role))
+        workers.append(
+            Worker(name, f"http://{name}:8000", node.role, takes_whole=node.takes_whole, place=node.place)
+        )
         loads.append(load)
         matches.append(in_gpu(cached) if isinstance(cached, int) else cached)
         paces.append(Pace(node.speed, node.scale, decode_scale=node.scale, kv_tokens=node.speed.kv_tokens))

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from kvroute.load import WorkerLoad
-from kvroute.policies.costs.links import Link
+from kvroute.policies.costs.links import Link, PdLinks
 from kvroute.policies.costs.pace import Pace
 from kvroute.policies.costs.speeds import PRESETS
 from kvroute.policies.pairing import handoff_s, roomiest
 from kvroute.types import NO_MATCH, PrefixMatch, Worker
 
-LINK = Link(1e9, 0.002)
+LINKS = PdLinks.uniform(Link(1e9, 0.002))
 PACE = Pace(replace(PRESETS["qwen3-32b-h200-tp2"], kv_bytes_per_token=100_000))
 WORKER = Worker("d", "http://d.invalid", block_size_tokens=64)
 
@@ -30,12 +30,12 @@ WORKER = Worker("d", "http://d.invalid", block_size_tokens=64)
 )
 def test_whole_blocks_travel_that_are_not_there(prompt: int, match: PrefixMatch, blocks: int) -> None:
     expected_s = 0.002 + blocks * 64 * 100_000 / 1e9
-    assert handoff_s(LINK, prompt, WORKER, match, PACE) == pytest.approx(expected_s)
+    assert handoff_s(LINKS, prompt, WORKER, WORKER, match, PACE) == pytest.approx(expected_s)
 
 
 def test_tokens_travel_where_the_block_size_is_not_known() -> None:
     worker = Worker("d", "http://d.invalid")
-    assert handoff_s(LINK, 1000, worker, NO_MATCH, PACE) == pytest.approx(0.002 + 0.1)
+    assert handoff_s(LINKS, 1000, worker, worker, NO_MATCH, PACE) == pytest.approx(0.002 + 0.1)
 
 
 def test_the_roomiest_has_the_fewest_kv_tokens_and_ties_go_round() -> None:

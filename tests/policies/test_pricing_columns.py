@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.load import Charge, WorkerLoad
-from kvroute.policies.costs.links import Link
+from kvroute.policies.costs.links import Link, PdLinks
 from kvroute.policies.costs.pace import Pace
 from kvroute.policies.costs.speeds import PRESETS
 from kvroute.policies.pricing import Offers, Sides, Weights, price_sides
@@ -156,10 +156,10 @@ def test_decisions_are_those_without_columns(seed: int) -> None:
     request = msgspec.structs.replace(request, ttft_limit_s=source.choice([None, None, 0.05]))
     fleet = msgspec.structs.replace(
         fleet,
-        pd_link=source.choice([None, None, Link(1e10, 1e-3)]),
+        pd_links=source.choice([None, None, PdLinks.uniform(Link(1e10, 1e-3))]),
         peer_link=source.choice([None, Link(1e10)]),
     )
-    if fleet.pd_link is not None:
+    if fleet.pd_links is not None:
         fleet.workers[0:2] = [Worker("p", "http://p:8000", Role.PREFILL), Worker("d", "http://d:8000")]
     options = Ttft.Options(
         hold=source.random() < 0.5,

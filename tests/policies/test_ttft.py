@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.policies.costs.links import Link
+from kvroute.policies.costs.links import Link, PdLinks
 from kvroute.policies.pricing import AHEAD, ROOM
 from kvroute.policies.registry import PolicyError, make_policy
 from kvroute.policies.ttft import FEW_TOKENS, LATE, LEAD_S, LONG, Ttft
@@ -168,17 +168,21 @@ def test_a_prediction_counts_by_how_far_such_have_held() -> None:
 
 # --- prefill and decode apart ------------------------------------------------------------------
 
-SPLIT = (Node(role=Role.PREFILL), Node(role=Role.DECODE), Node(role=Role.BOTH, decoding=20))
+SPLIT = (
+    Node(role=Role.PREFILL),
+    Node(role=Role.DECODE, takes_whole=False),
+    Node(role=Role.BOTH, decoding=20),
+)
 
 
 def test_a_split_is_taken_when_it_is_cheaper_and_only_with_a_link() -> None:
-    fast, slow = Link(100e9), Link(1e9)
+    fast, slow = PdLinks.uniform(Link(100e9)), PdLinks.uniform(Link(1e9))
     request = RequestView(prompt_tokens=3000)  # 0.3 GB: 3 ms or 300 ms
-    decision = policy().decide(request, priced_fleet(*SPLIT, pd_link=fast))
+    decision = policy().decide(request, priced_fleet(*SPLIT, pd_links=fast))
     assert (decision.candidate.prefill.id, decision.candidate.decode.id) == ("a", "b")
     assert (decision.reason, decision.cost.handoff_s) == ("split", pytest.approx(0.003))
     idle = (*SPLIT[:2], Node(role=Role.BOTH))
-    decision = policy().decide(request, priced_fleet(*idle, pd_link=slow))
+    decision = policy().decide(request, priced_fleet(*idle, pd_links=slow))
     assert (decision.candidate.prefill.id, decision.candidate.decode.id) == ("c", "c")
 
 
@@ -193,12 +197,13 @@ def test_the_best_split_is_the_cheapest_of_all_pairs() -> None:
                 source.randrange(5),
                 source.choice([0, 1000, 2500]),
                 role=source.choice(list(Role)),
+                takes_whole=source.random() < 0.5,
             )
             for _ in range(5)
         ]
         if not any(node.role is Role.BOTH for node in nodes):
             continue
-        fleet = priced_fleet(*nodes, pd_link=Link(source.choice([1e9, 50e9])))
+        fleet = priced_fleet(*nodes, pd_links=PdLinks.uniform(Link(source.choice([1e9, 50e9]))))
         limits = {"ttft_limit_s": source.choice([None, 0.2]), "itl_limit_s": source.choice([None, 0.011])}
         request = RequestView(prompt_tokens=3000, **limits)
         cheapest = policy().price(request, fleet)[0]
@@ -207,7 +212,8 @@ def test_the_best_split_is_the_cheapest_of_all_pairs() -> None:
 
 
 def test_a_prefill_worker_is_never_asked_to_decode() -> None:
-    decision = policy().decide(RequestView(prompt_tokens=3000), priced_fleet(*SPLIT, pd_link=Link(1e9)))
+    fleet = priced_fleet(*SPLIT, pd_links=PdLinks.uniform(Link(1e9)))
+    decision = policy().decide(RequestView(prompt_tokens=3000), fleet)
     assert decision.candidate.decode.role is not Role.PREFILL
     assert decision.candidate.prefill.role is not Role.DECODE
 
