@@ -14,6 +14,8 @@ from kvroute.loadtests.mock_engine.dialects.base import Call, Script
 from kvroute.loadtests.mock_engine.faults import Faults
 from kvroute.loadtests.mock_engine.journal import Entry
 from kvroute.loadtests.mock_engine.kv_hints import NO_HINTS
+from kvroute.loadtests.mock_engine.pd.base import Fetch
+from kvroute.loadtests.mock_engine.pd.fields import NO_PD
 from kvroute.loadtests.mock_engine.wire import (
     JSON,
     ApiError,
@@ -27,6 +29,8 @@ from kvroute.loadtests.mock_engine.wire import (
 
 if TYPE_CHECKING:
     from kvroute.loadtests.mock_engine.engine import MockEngine
+
+GARBAGE = b'\x00\xff<html>{"kv_transfer_params": \x80' * 4
 
 
 class Answer:
@@ -144,6 +148,11 @@ class TokenAnswer(Answer):
         super().__init__(engine, connection, request, entry, faults)
         self.call = call
         self.hints = NO_HINTS
+        self.pd = NO_PD
+        self.fetches: list[Fetch] = []
+        """KV that it gets from other engines, or that they get here while it waits, by prompt."""
+        self.is_blocked = False
+        """Nothing is sent before `unblock`."""
         self.script = script
         self.total = call.output_tokens
         self.ready = 0
@@ -176,6 +185,15 @@ class TokenAnswer(Answer):
             self._order.extend([part] * count)
         self.advance()
 
+    def unblock(self) -> None:
+        """Go on."""
+        self.is_blocked = False
+        self.advance()
+
+    def fail(self, error: ApiError) -> None:
+        """Its tokens will not come."""
+        self.refuse(error)
+
     def resume(self) -> None:
         self.advance()
 
@@ -199,7 +217,9 @@ class PlainAnswer(TokenAnswer):
     _waited = False
 
     def advance(self) -> None:
-        if self.ended or not self._head_due or self._timer is not None or self.ready < self.total:
+        if self.ended or self.is_blocked or not self._head_due or self._timer is not None:
+            return
+        if self.ready < self.total:
             return
         if self.faults.gap and not self._waited:
             self._waited = True
@@ -209,7 +229,8 @@ class PlainAnswer(TokenAnswer):
             self._write()
 
     def _write(self) -> None:
-        faults, body = self.faults, self.script.plain()
+        faults = self.faults
+        body = GARBAGE if faults.garbage_body else self.script.plain()
         headers = self.headers([(b"content-type", JSON)])
         if faults.gzip:
             body = compressed(body)

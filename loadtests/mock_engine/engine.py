@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Listed
-from contextlib import suppress
 from dataclasses import replace
 
 import orjson
@@ -23,21 +22,24 @@ from kvroute.loadtests.mock_engine.answers import (
 from kvroute.loadtests.mock_engine.block_cache import BlockCache
 from kvroute.loadtests.mock_engine.connection import Connection
 from kvroute.loadtests.mock_engine.dialects import DIALECTS
-from kvroute.loadtests.mock_engine.dialects.base import Dialect
+from kvroute.loadtests.mock_engine.dialects.base import Call, Dialect
+from kvroute.loadtests.mock_engine.driver import Driver
 from kvroute.loadtests.mock_engine.events import EventPublisher
 from kvroute.loadtests.mock_engine.faults import CLEAN, FaultError, Faults
-from kvroute.loadtests.mock_engine.intake import Intake, faults_for
-from kvroute.loadtests.mock_engine.journal import Journal
+from kvroute.loadtests.mock_engine.intake import Intake, Reading, faults_for
+from kvroute.loadtests.mock_engine.journal import Entry, Journal
 from kvroute.loadtests.mock_engine.lower_tiers import make_lower_tiers
 from kvroute.loadtests.mock_engine.metrics import EngineMetrics
 from kvroute.loadtests.mock_engine.options import MockOptions
-from kvroute.loadtests.mock_engine.pulls import Pull, plan_pull
+from kvroute.loadtests.mock_engine.pd import EngineDies, PdSide, make_pd_side
+from kvroute.loadtests.mock_engine.pd.books import PdBooks
 from kvroute.loadtests.mock_engine.routes import ROUTES, UNGUARDED
 from kvroute.loadtests.mock_engine.scheduler import Scheduler
-from kvroute.loadtests.mock_engine.sequences import Phase, Sequence
-from kvroute.loadtests.mock_engine.steps import Outcome
 from kvroute.loadtests.mock_engine.streams import StreamAnswer
 from kvroute.loadtests.mock_engine.wire import ApiError, Request, json_response, rejected
+
+_DOWN_S = 0.5
+"""After a request that ends the process."""
 
 
 class MockEngine:
@@ -57,8 +59,8 @@ class MockEngine:
         self.accepted = self.bytes_read = self.bytes_written = 0
         self.live: set[Answer] = set()
         self.events: EventPublisher | None = None
+        self.pd_books = PdBooks(options.journal_ids)
         self._server: asyncio.Server | None = None
-        self._stepper: asyncio.Task[None] | None = None
         self._restart: asyncio.Task[None] | None = None
         self.now_s: Callable[[], float] = time.monotonic
         self._requests = 0
@@ -87,13 +89,18 @@ class MockEngine:
         self._adapter_ids: dict[str, int] = {}
         self.intake = Intake(options, self.hash_seed, self.adapters)
         self.metrics = EngineMetrics(self)
-        self._wake = asyncio.Event()
+        self.driver = Driver(self)
+        self.pd: PdSide = make_pd_side(self)
+
+    @property
+    def host(self) -> str:
+        """Where it answers; the loopback address when it listens on all."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.options.host, self.options.host)
 
     @property
     def url(self) -> str:
-        """Where it answers; the loopback address when it listens on all."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.options.host, self.options.host)
-        return http_origin(host, self.port)
+        """`host` and port."""
+        return http_origin(self.host, self.port)
 
     @property
     def waiting(self) -> int:
@@ -135,24 +142,20 @@ class MockEngine:
             )
         if self.events is not None:
             await self.events.start()
-        if not self.options.instant:
-            self._stepper = loop.create_task(self._run_steps())
+        self.driver.start()
 
     async def stop(self) -> None:
         """Close everything; idempotent."""
         restart, self._restart = self._restart, None
         if restart is not None and restart is not asyncio.current_task():
             restart.cancel()
-        stepper, self._stepper = self._stepper, None
-        if stepper is not None:
-            stepper.cancel()
-            with suppress(asyncio.CancelledError):
-                await stepper
+        await self.driver.stop()
         server, self._server = self._server, None
         if server is not None:
             server.close()
         for answer in list(self.live):
             answer.end("broken")
+        self.pd.stop()
         for connection in list(self.connections):
             connection.reset(at_once=True)
         # Lost connections are reported by the loop, not by the reset itself.
@@ -228,111 +231,54 @@ class MockEngine:
         entry.hints = reading.hints.given()
         if faults.pull_fail and reading.hints.pulls:
             refusal = refusal or ApiError(500, "KV load failure", "InternalServerError")
-        if faults.hang or faults.die_before or faults.status or faults.no_content or faults.error_body:
+        if faults.misbehaves:
+            if 400 <= faults.status < 500:
+                self.pd.rejected(reading.pd, rejected("The mock engine was told to fail."))
             Misbehaviour(self, connection, request, entry, faults).start()
         elif reading.call is None or refusal is not None:
-            Answer(self, connection, request, entry, faults).refuse(refusal or rejected("not understood"))
+            refusal = refusal or rejected("not understood")
+            self.pd.rejected(reading.pd, refusal)
+            Answer(self, connection, request, entry, faults).refuse(refusal)
         else:
             call = reading.call.copy(dialect.id_prefix + id, faults.cached_tokens)
-            kind = StreamAnswer if call.stream else PlainAnswer
-            script = dialect.script(call, reading.words)
-            answer = kind(self, connection, request, entry, faults, call, script)
-            answer.hints = reading.hints
-            self._submit(answer)
+            self._answer(connection, request, entry, faults, call, reading, dialect)
+
+    def _answer(
+        self,
+        connection: Connection,
+        request: Request,
+        entry: Entry,
+        faults: Faults,
+        call: Call,
+        reading: Reading,
+        dialect: Dialect,
+    ) -> None:
+        """Generate an answer to a call, unless prefill and decode do not let it."""
+        try:
+            self.pd.admit(call, reading.pd)
+        except ApiError as refusal:
+            Answer(self, connection, request, entry, faults).refuse(refusal)
+            return
+        except EngineDies:
+            Answer(self, connection, request, entry, faults)
+            self.journal.end(entry, "fatal")
+            self.pd_books.deaths += 1
+            self.begin_restart(_DOWN_S)
+            return
+        kind = StreamAnswer if call.stream else PlainAnswer
+        answer = kind(self, connection, request, entry, faults, call, dialect.script(call, reading.words))
+        answer.hints, answer.pd = reading.hints, reading.pd
+        self.pd.begin(answer)
+        self.driver.submit(answer)
 
     def _new_id(self) -> str:
         self._requests += 1
         return f"{self.options.seed & 0xFFFF:04x}{self.index:04x}{self.incarnation:04x}{self._requests:020x}"
 
-    # Tokens.
-
-    def _submit(self, answer: TokenAnswer) -> None:
-        pull = plan_pull(self, answer)
-        if self.options.instant and (pull is None or not pull.seconds):
-            self._enqueue(answer, pull)
-            answer.start()
-            return
-        answer.start()
-        delay_s = self.options.request_overhead_s / self.options.speed + (pull.seconds if pull else 0.0)
-        asyncio.get_running_loop().call_later(delay_s, self._enqueue, answer, pull)
-
-    def _enqueue(self, answer: TokenAnswer, pull: Pull | None) -> None:
-        if answer.ended:
-            return
-        if self.tiers is not None:
-            for keys, start in pull.blocks if pull else ():
-                self.tiers.receive(keys, start)
-            for part in answer.call.parts:
-                self.tiers.begin(part.keys, answer.hints, self.options.block_size_tokens)
-        for index, part in enumerate(answer.call.parts):
-            part.sequence = Sequence(
-                answer.call.id, len(part.tokens), part.kv_output_tokens, part.keys, (answer, index)
-            )
-            self.scheduler.add(part.sequence)
-        if self.options.instant:
-            self._admit_instantly()
-        else:
-            self._wake.set()
-
-    def _admit_instantly(self) -> None:
-        if self._server is None:
-            return
-        outcome = self.scheduler.admit_instantly()
-        self._publish(outcome)
-        for sequence in outcome.tokens:
-            answer, index = sequence.payload
-            self.metrics.started(answer)
-            answer.on_tokens(index, answer.call.parts[index].output_tokens)
-
-    async def _run_steps(self) -> None:
-        """Let the scheduler's time pass on the clock, without drift while there is work."""
-        loop = asyncio.get_running_loop()
-        due_s = 0.0
-        while True:
-            step = self.scheduler.step()
-            if step is None:
-                self._wake.clear()
-                await self._wake.wait()
-                due_s = loop.time()
-                continue
-            for sequence, _ in step.prefills:
-                self.metrics.started(sequence.payload[0])
-            due_s = max(due_s, loop.time() - 0.05) + step.duration_s / self.options.speed
-            await asyncio.sleep(max(0.0, due_s - loop.time()))
-            outcome = self.scheduler.complete(step)
-            self._publish(outcome)
-            for sequence in outcome.tokens:
-                answer, index = sequence.payload
-                extra = 0
-                if sequence.generated_tokens == sequence.output_tokens:
-                    extra = answer.call.parts[index].output_tokens - sequence.output_tokens
-                answer.on_tokens(index, 1 + extra)
-
-    def _publish(self, outcome: Outcome, one_by_one: bool = False) -> None:
-        if self.events is None:
-            return
-        if not self.options.tier_events:
-            outcome.demoted, outcome.offloaded = [], []
-        if outcome.has_changes or self.events.cleared:
-            self.events.publish(self, outcome, one_by_one)
-
     def ended(self, answer: Answer, outcome: str) -> None:
-        """An answer is over: its sequences leave the scheduler."""
+        """An answer is over: whatever runs for it stops."""
         self.live.discard(answer)
-        if not isinstance(answer, TokenAnswer):
-            return
-        self.metrics.ended(answer, outcome)
-        for part in answer.call.parts:
-            sequence = part.sequence
-            if sequence is None:
-                continue
-            if self.options.instant and outcome == "finished" and sequence.phase is Phase.DECODING:
-                finished = self.scheduler.finish_instantly(sequence, sequence.output_tokens)
-                self._publish(finished, one_by_one=True)
-            else:
-                self.scheduler.abort(sequence)
-            if self.tiers is not None:
-                self.tiers.finish(part.keys, answer.hints, self.options.block_size_tokens)
-        if self.options.instant and self.scheduler.waiting:
-            self._admit_instantly()
-        self._wake.set()
+        if isinstance(answer, TokenAnswer):
+            self.metrics.ended(answer, outcome)
+            self.pd.ended(answer, outcome)
+            self.driver.ended(answer, outcome)

@@ -54,6 +54,9 @@ class Faults:
     no_content: bool = False
     """Status 204, no body."""
 
+    garbage_body: bool = False
+    """Status 200 with bytes that are no JSON and no event, after all tokens were generated."""
+
     # Shape of the bytes.
     split: bool = False
     """One byte per chunk."""
@@ -98,6 +101,12 @@ class Faults:
     pull_fail: bool = False
     """500 for a request that pulls."""
 
+    # Prefill and decode.
+    handoff_delay: float = 0.0
+    """Seconds that the KV of a prompt takes beyond its time, from this engine or to it."""
+    no_handoff: bool = False
+    """A prefill answer without `kv_transfer_params`; the KV is kept all the same."""
+
     # The engine around it.
     cached_tokens: int | None = None
     """Report this many cached tokens, whatever is true."""
@@ -119,6 +128,11 @@ class Faults:
     """Seconds after which an idle connection is closed; None is the engine's own setting."""
     times: int | None = None
     """Generation requests these faults still apply to; None is all of them."""
+
+    @property
+    def misbehaves(self) -> bool:
+        """True when the request is not even understood."""
+        return bool(self.hang or self.die_before or self.status or self.no_content or self.error_body)
 
     @property
     def scripted(self) -> bool:

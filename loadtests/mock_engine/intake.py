@@ -13,6 +13,7 @@ from kvroute.loadtests.mock_engine.dialects.base import Body, Call, Defaults, Di
 from kvroute.loadtests.mock_engine.faults import CLEAN, FAULT_HEADER, FaultError, Faults, parse_header
 from kvroute.loadtests.mock_engine.kv_hints import NO_HINTS, KvHints, read_hints
 from kvroute.loadtests.mock_engine.options import MockOptions
+from kvroute.loadtests.mock_engine.pd.fields import NO_PD, PdFields, read_pd_fields
 from kvroute.loadtests.mock_engine.tokens import Words, plain_words, wide_words
 from kvroute.loadtests.mock_engine.wire import ApiError, Request, invalid
 
@@ -31,6 +32,7 @@ class Reading:
     id: str | None = None
     """What the body calls itself."""
     hints: KvHints = NO_HINTS
+    pd: PdFields = NO_PD
 
 
 class Intake:
@@ -66,11 +68,21 @@ class Intake:
             return Reading(words, error=error)
         given = fields.get(dialect.id_field)
         id = given if isinstance(given, str) else None
+        pd = read_pd_fields(fields)
         try:
             call = self._call(dialect, fields, faults, words)
-            return Reading(words, call=call, id=id, hints=read_hints(fields))
+            return Reading(words, call=call, id=id, hints=read_hints(fields), pd=pd)
         except ApiError as error:
-            return Reading(words, error=error, id=id)
+            return Reading(words, error=error, id=id, pd=pd)
+
+    def spoil(self, call: Call, index: int, words: Words) -> None:
+        """Give one answer of a call another text, before any of it was sent."""
+        part = call.parts[index]
+        part.is_wrong = True
+        part.start = words.elsewhere(part.start)
+        self._fill(part, words, root_key(self._hash_seed, call.lora, call.salt))
+        if part.sequence is not None:
+            part.sequence.keys = part.keys
 
     def _call(self, dialect: Dialect, fields: Body, faults: Faults, words: Words) -> Call:
         options = self._options
@@ -94,6 +106,9 @@ class Intake:
         part.start = words.start(zlib.crc32(part.tokens.tobytes()))
         # A fault may ask for more tokens than the context has room for: those need no KV.
         part.kv_output_tokens = min(part.output_tokens, self._options.max_tokens - prompt_tokens)
+        self._fill(part, words, root)
+
+    def _fill(self, part: Part, words: Words, root: int) -> None:
         part.all_tokens = part.tokens + words.tokens(part.start, part.kv_output_tokens - 1)
         part.keys = block_keys(part.all_tokens, self._options.block_size_tokens, root)
 

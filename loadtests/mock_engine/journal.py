@@ -21,7 +21,8 @@ class Entry:
     """Seconds since the epoch, as every `_s` here."""
     status: int | None = None
     outcome: str = "open"
-    """open | finished | aborted (the client left) | rejected (an error answer) | broken (a fault cut it)"""
+    """open | finished | aborted (the client left) | rejected (an error answer) | broken (a fault cut it) |
+    fatal (it ended the process)"""
     ended_s: float | None = None
     events: int = 0
     """Tokens put on the wire."""
@@ -102,7 +103,7 @@ class Journal:
 
     def as_dict(self) -> dict[str, Any]:
         """As /debug shows it."""
-        names = ("received", "finished", "aborted", "rejected", "broken", "polled")
+        names = ("received", "finished", "aborted", "rejected", "broken", "fatal", "polled")
         return {
             **{f"{name}_total": self.totals[name] for name in names},
             "received": list(self.received),

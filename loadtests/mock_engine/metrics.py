@@ -162,13 +162,18 @@ class EngineMetrics:
         yield success
 
     def _external(self, totals: Totals) -> Iterator[tuple[str, str, int]]:
-        """Of the tiers below the GPU, where there are any; asked for what the GPU does not hold."""
-        if self._engine.scheduler.below is not None:
+        """Of the tiers below the GPU and of other engines; asked for what the GPU does not hold."""
+        engine = self._engine
+        received = engine.pd.received_tokens
+        if engine.options.connector == "nixl":
+            text = "Number of requests that had their KV expire."
+            yield "nixl_num_kv_expired_reqs", text, engine.pd.holds.expired_total
+        if engine.scheduler.below is not None or received:
             asked = totals.queried_tokens - totals.cached_tokens
             text = "External prefix cache queries, in number of queried tokens."
             yield "external_prefix_cache_queries", text, asked
             text = "External prefix cache hits, in number of cached tokens."
-            yield "external_prefix_cache_hits", text, totals.loaded_tokens
+            yield "external_prefix_cache_hits", text, totals.loaded_tokens + received
 
     def _config(self) -> Metric:
         options = self._engine.options

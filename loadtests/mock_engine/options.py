@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 from kvroute.conductor.tiers.registry import ADMISSIONS, EVICTIONS, WRITE_BACKS
 from kvroute.loadtests.mock_engine.faults import Faults
+from kvroute.loadtests.mock_engine.pd import SIDES
 from kvroute.policies.costs.speeds import PRESETS, Speed
+from kvroute.types import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,20 @@ class MockOptions:
     max_sequences: int = 256
     output_tokens: int = 32
     """Length of an answer whose request sets no limit; a limit is used up to its end."""
+    prefill: int = 0
+    """Engines of the prefill role, the first ones; then those of both roles."""
+    decode: int = 0
+    """Engines of the decode role, the last ones."""
+    connector: str = ""
+    """How they hand KV over, see `pd.SIDES`; "": they do not."""
+    kv_lease_s: float = 30.0
+    """Real seconds that KV is kept for a decode engine that does not come; Mooncake's own default is 480."""
+    kv_wait_s: float = 480.0
+    """Real seconds that a request waits for its other half, of Mooncake or SGLang (300 there)."""
+    kv_load_failure: str = "recompute"
+    """What becomes of a request whose prefill engine is gone: recompute or fail, as in vLLM."""
+    handoff_bytes_per_s: float = 25e9
+    """Of the KV from a prefill to a decode engine."""
     kv_events: bool = False
     """Publish KV cache events over ZMQ."""
     kv_event_replay_batches: int = 10_000
@@ -89,6 +105,32 @@ class MockOptions:
         if self.step_scale <= 0 or (self.close_idle_s is not None and self.close_idle_s <= 0):
             raise ValueError("step_scale and close_idle_s must be above 0")
         self._check_tiers()
+        self._check_pd()
+
+    def _check_pd(self) -> None:
+        for name in ("prefill", "decode", "kv_lease_s", "kv_wait_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.prefill + self.decode > self.engines:
+            raise ValueError(
+                f"prefill {self.prefill} and decode {self.decode} are more than {self.engines} engines"
+            )
+        if self.connector not in SIDES:
+            raise ValueError(
+                f"connector {self.connector!r} is unknown; known: {', '.join(filter(None, SIDES))}"
+            )
+        if (self.prefill or self.decode) and not self.connector:
+            raise ValueError(f"prefill and decode need a connector: {', '.join(filter(None, SIDES))}")
+        if self.kv_load_failure not in ("recompute", "fail"):
+            raise ValueError(f"kv_load_failure must be recompute or fail, got {self.kv_load_failure!r}")
+        if not self.handoff_bytes_per_s > 0:
+            raise ValueError(f"handoff_bytes_per_s must be above 0, got {self.handoff_bytes_per_s}")
+
+    def role_of(self, index: int) -> Role:
+        """Of engine `index`."""
+        if index < self.prefill:
+            return Role.PREFILL
+        return Role.DECODE if index >= self.engines - self.decode else Role.BOTH
 
     def _check_tiers(self) -> None:
         for name, known in (

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Route = Callable[["MockEngine", Connection, Request], None]
 
 VERSION = "0.32.0"
-UNGUARDED = frozenset({"/health", "/ping", "/metrics", "/version", "/debug", "/debug/faults"})
+UNGUARDED = frozenset({"/health", "/ping", "/metrics", "/version", "/debug", "/debug/faults", "/query"})
 """Paths that need no key."""
 
 ROUTES: dict[tuple[bytes, str], Route] = {}
@@ -120,8 +120,13 @@ def _card(name: str, root: str, parent: str | None, max_tokens: int | None) -> d
 
 
 @_route(b"GET", "/server_info")
+@_route(b"GET", "/get_server_info")
 def server_info(engine: MockEngine, connection: Connection, request: Request) -> None:
-    options = engine.options
+    options, pd = engine.options, engine.pd.server_info()
+    if options.connector == "sglang":
+        own = {"version": VERSION, "model_path": options.model, "page_size": options.block_size_tokens}
+        connection.reply(json_response(own | {"dp_size": 1, "tp_size": 1} | (pd or {})))
+        return
     events = None if engine.events is None else engine.events.source()
     config = {
         "model_config": {"model": options.model, "max_model_len": options.max_tokens},
@@ -136,6 +141,7 @@ def server_info(engine: MockEngine, connection: Connection, request: Request) ->
             "max_num_seqs": options.max_sequences,
         },
         "kv_events_config": events,
+        "kv_transfer_config": pd,
     }
     text = b"config_format=json" not in request.query
     info = {"vllm_config": str(config) if text else config, "vllm_env": {}, "system_env": {}}
@@ -145,6 +151,16 @@ def server_info(engine: MockEngine, connection: Connection, request: Request) ->
 @_route(b"GET", "/kv_event_sources")
 def kv_event_sources(engine: MockEngine, connection: Connection, request: Request) -> None:
     connection.reply(json_response({} if engine.events is None else {"0": engine.events.source()}))
+
+
+@_route(b"GET", "/query")
+def query(engine: MockEngine, connection: Connection, request: Request) -> None:
+    """Mooncake's bootstrap server, which has a port of its own in the real engine."""
+    answer = engine.pd.bootstrap()
+    if answer is None:
+        connection.reply(json_response({"detail": "Not Found"}, 404))
+    else:
+        connection.reply(json_response(answer))
 
 
 # Tokens.
@@ -237,8 +253,10 @@ def unload_adapter(engine: MockEngine, connection: Connection, request: Request)
 @_route(b"POST", "/reset_prefix_cache")
 def reset_prefix_cache(engine: MockEngine, connection: Connection, request: Request) -> None:
     # As in the real engine: nothing happens while requests run, and the event leaves with the next step.
-    if engine.scheduler.clear() and engine.events is not None:
-        engine.events.cleared = True
+    if engine.scheduler.clear():
+        engine.pd.forget()
+        if engine.events is not None:
+            engine.events.cleared = True
     connection.reply(response(200))
 
 
@@ -318,6 +336,13 @@ def truth(engine: MockEngine) -> dict[str, Any]:
         "requests": engine.journal.as_dict(),
         "last_requests": engine.journal.requests_as_list(),
         "last_polls": engine.journal.requests_as_list(polls=True),
+        "pd": {
+            "connector": engine.options.connector,
+            "role": engine.pd.role,
+            "engine_id": engine.pd.engine_id,
+            **engine.pd.holds.as_dict(),
+            **engine.pd_books.as_dict(),
+        },
         "adapters": dict(engine.adapters),
         "closed_sessions": list(engine.journal.closed_sessions),
         "faults": engine.faults.as_dict(),

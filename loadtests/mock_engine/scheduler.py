@@ -38,6 +38,7 @@ class Scheduler:
         self.decoding: list[Sequence] = []
         self.loading = LoadQueue()
         self.receiving: list[Sequence] = []
+        self.held: dict[Sequence, None] = {}
         self._fetches: list[Sequence] = []
         self._speed = speed
         self._block_tokens = block_tokens
@@ -62,7 +63,9 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence) -> None:
-        """Drop a sequence in any phase and free its blocks; idempotent."""
+        """Drop a sequence in any phase and free its blocks, but for one that is held; idempotent."""
+        if sequence.phase is Phase.HELD:
+            return
         if sequence.phase is Phase.WAITING:
             self.waiting.remove(sequence)
         elif sequence.phase is Phase.LOADING:
@@ -74,6 +77,13 @@ class Scheduler:
         elif sequence.phase is Phase.DECODING:
             self.decoding.remove(sequence)
         self._release(sequence, Phase.ENDED)
+
+    def let_go(self, sequence: Sequence) -> None:
+        """Free the KV of a sequence that is held, or do not hold it at its end; idempotent."""
+        sequence.hold = False
+        if sequence in self.held:
+            del self.held[sequence]
+            self._release(sequence, Phase.ENDED)
 
     def clear(self) -> bool:
         """Forget every block, in the tiers below too; False, and no change, while any is referenced."""
@@ -188,7 +198,8 @@ class Scheduler:
     def admit_instantly(self) -> Outcome:
         """Load and prefill whatever waits and fits, in no time, and take the room of its whole output.
 
-        For a driver without a clock: such sequences run until `finish_instantly` or `abort`.
+        For a driver without a clock: such sequences run until `finish_instantly` or `abort`. A remote one
+        waits for its KV with all that room, and runs after `receive`.
         """
         outcome = Outcome()
         while self.waiting and self.running < self._max_sequences:
@@ -197,6 +208,9 @@ class Scheduler:
             if not self._take_room(sequence, tokens):
                 break
             self.waiting.popleft()
+            if sequence.remote:
+                self._await(sequence)
+                continue
             sequence.phase = Phase.DECODING
             self.decoding.append(sequence)
             self.totals.prefill_tokens += sequence.prompt_tokens - sequence.computed_tokens
@@ -212,14 +226,12 @@ class Scheduler:
         self.totals.generated_tokens += generated_tokens
         sequence.computed_tokens = sequence.known_tokens - 1
         self._publish(sequence, outcome)
-        self.decoding.remove(sequence)
-        self._release(sequence, Phase.ENDED)
-        outcome.finished.append(sequence)
+        self._end(sequence, outcome)
         return self._settled(outcome)
 
     def check_integrity(self) -> None:
         """Raise `CacheCorruption` unless cache and sequences agree."""
-        live = [*self.waiting, *self.loading, *self.receiving, *self.prefilling, *self.decoding]
+        live = [*self.waiting, *self.loading, *self.receiving, *self.prefilling, *self.decoding, *self.held]
         self.cache.check_integrity(sum(sequence.private_blocks for sequence in live))
         if self.below is not None:
             self.below.check_integrity()
@@ -302,9 +314,7 @@ class Scheduler:
                 return
             self.waiting.popleft()
             if sequence.remote:
-                sequence.phase = Phase.RECEIVING
-                self.receiving.append(sequence)
-                self._fetches.append(sequence)
+                self._await(sequence)
                 continue
             if self._load(sequence):
                 continue
@@ -313,6 +323,12 @@ class Scheduler:
             tokens = min(sequence.known_tokens - sequence.computed_tokens, budget)
             step.prefills.append((sequence, tokens))
             budget -= tokens
+
+    def _await(self, sequence: Sequence) -> None:
+        """A remote sequence has room: its KV may come."""
+        sequence.phase = Phase.RECEIVING
+        self.receiving.append(sequence)
+        self._fetches.append(sequence)
 
     def _take_room(self, sequence: Sequence, tokens: int | None, budget: int = 0) -> bool:
         """Share the cached prefix and take private blocks up to `tokens`, or for a chunk of `budget`.
@@ -397,8 +413,15 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, outcome: Outcome) -> None:
         self.decoding.remove(sequence)
-        self._release(sequence, Phase.ENDED)
         outcome.finished.append(sequence)
+        if not sequence.hold:
+            self._release(sequence, Phase.ENDED)
+            return
+        spare = sequence.resident_blocks + sequence.private_blocks - self._blocks(sequence.computed_tokens)
+        self.cache.release((), spare)
+        sequence.private_blocks -= spare
+        sequence.phase = Phase.HELD
+        self.held[sequence] = None
 
     def _release(self, sequence: Sequence, phase: Phase) -> None:
         self.cache.release(sequence.keys[: sequence.resident_blocks], sequence.private_blocks)

@@ -18,12 +18,14 @@ class Phase(Enum):
     """Its prompt's KV comes from a prefill worker."""
     PREFILLING = "prefilling"
     DECODING = "decoding"
+    HELD = "held"
+    """Over, but its KV stays for a decode worker to fetch."""
     ENDED = "ended"
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One prompt and its output. The scheduler owns every field below `remote`."""
+    """One prompt and its output. The scheduler owns every field below `hold`."""
 
     id: str
     prompt_tokens: int
@@ -35,6 +37,8 @@ class Sequence:
     remote: bool = False
     """A prefill worker has computed the prompt; `Scheduler.receive` says when its KV is here. Only once:
     after a preemption it is computed like any other."""
+    hold: bool = False
+    """Its KV stays after its end, until `Scheduler.let_go`."""
     phase: Phase = Phase.WAITING
     cached_tokens: int | None = None
     """Prompt tokens found in the GPU or below it at first admission; None before."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvroute.loadtests.mock_engine.answers import TokenAnswer
+from kvroute.loadtests.mock_engine.answers import GARBAGE, TokenAnswer
 from kvroute.loadtests.mock_engine.connection import Connection
 from kvroute.loadtests.mock_engine.dialects.base import Call, Script
 from kvroute.loadtests.mock_engine.faults import Faults
 from kvroute.loadtests.mock_engine.journal import Entry
 from kvroute.loadtests.mock_engine.tokens import TOKEN_BYTES
-from kvroute.loadtests.mock_engine.wire import Framing, Request, head
+from kvroute.loadtests.mock_engine.wire import ApiError, Framing, Request, head
 
 if TYPE_CHECKING:
     from kvroute.loadtests.mock_engine.engine import MockEngine
@@ -45,16 +45,28 @@ class StreamAnswer(TokenAnswer):
             self._uniform = self._framed(script.uniform())
 
     def advance(self) -> None:
-        if self.ended or not self._head_due or self.connection.paused or self._timer is not None:
+        if self.ended or self.is_blocked or not self._head_due:
             return
-        if self.faults.join and self.ready < self.total:
+        if self.connection.paused or self._timer is not None:
+            return
+        if (self.faults.join or self.faults.garbage_body) and self.ready < self.total:
             return
         if not self._head_sent:
             self._send_head()
-        if self.faults.scripted:
+        if self.faults.garbage_body:
+            self._pending += self._framing.frame(GARBAGE)
+            self._complete()
+        elif self.faults.scripted:
             self._advance_scripted()
         else:
             self._advance_freely()
+
+    def fail(self, error: ApiError) -> None:
+        if not self._head_sent:
+            self.refuse(error)
+            return
+        self._pending += self._framing.frame(self.script.error(error.message))
+        self._complete("rejected")
 
     def _framed(self, around: tuple[bytes, bytes] | None) -> tuple[bytes, bytes] | None:
         """What stands around each word on the wire, given what does in an event."""

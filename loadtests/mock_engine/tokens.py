@@ -112,6 +112,10 @@ class Words:
         """Where the answer to a prompt begins: the same on every engine of one seed."""
         return prompt_digest % len(self.pieces)
 
+    def elsewhere(self, start: int) -> int:
+        """Another place, whose every word differs from those at `start`."""
+        return (start + len(self.pieces) // 2) % len(self.pieces)
+
     def text(self, start: int, count: int) -> bytes:
         """`count` words from `start` on."""
         laps = -(-(start + count) // len(self.pieces))

@@ -46,6 +46,8 @@ class Part:
     """Of the full blocks of `all_tokens`."""
     sequence: Sequence | None = None
     """Once queued."""
+    is_wrong: bool = False
+    """Generated over KV of something else."""
 
     def copy(self) -> Part:
         """For another request of the same text."""
@@ -84,6 +86,8 @@ class Call:
     """Of all prompts."""
     output_tokens: int = 0
     """Of all answers."""
+    kv_transfer_params: Body | None = None
+    """For the decode engine; only an answer that is not streamed has a place for them."""
 
     def copy(self, id: str, cached_tokens_lie: int | None) -> Call:
         """For one request of that body."""
@@ -111,6 +115,10 @@ class Call:
         if self.cached_tokens_lie is not None:
             return self.cached_tokens_lie
         return sum(part.sequence.cached_tokens or 0 for part in self.parts if part.sequence)
+
+    def handoff(self) -> Body:
+        """Fields for the decode engine, if there are any."""
+        return {} if self.kv_transfer_params is None else {"kv_transfer_params": self.kv_transfer_params}
 
     def usage(self) -> Body:
         """In OpenAI's shape."""

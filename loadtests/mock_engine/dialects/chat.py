@@ -165,6 +165,7 @@ class ChatScript(ScriptBase):
                 "model": call.model,
                 "choices": [choice],
                 "usage": call.usage(),
+                **call.handoff(),
             }
         )
 

@@ -113,7 +113,7 @@ class CompletionScript(ScriptBase):
             }
             for index, part in enumerate(self.call.parts)
         ]
-        return orjson.dumps(self._envelope(choices))
+        return orjson.dumps(self._envelope(choices) | self.call.handoff())
 
 
 DIALECT = Dialect("/v1/completions", parse, CompletionScript, "cmpl-")

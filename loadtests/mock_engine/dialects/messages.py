@@ -101,7 +101,8 @@ class MessageScript(ScriptBase):
 
     def plain(self) -> bytes:
         block = {"type": "text", "text": self.text(self._part)}
-        return orjson.dumps(self._message([block], self._stop_reason(), self.call.output_tokens))
+        message = self._message([block], self._stop_reason(), self.call.output_tokens)
+        return orjson.dumps(message | self.call.handoff())
 
 
 DIALECT = Dialect("/v1/messages", parse, MessageScript, "chatcmpl-")

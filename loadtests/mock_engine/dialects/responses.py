@@ -151,7 +151,7 @@ class ResponseScript(ScriptBase):
         return self._event("error", code="server_error", message=message, param=None)
 
     def plain(self) -> bytes:
-        return orjson.dumps(self._complete())
+        return orjson.dumps(self._complete() | self.call.handoff())
 
 
 DIALECT = Dialect("/v1/responses", parse, ResponseScript, "resp_")
