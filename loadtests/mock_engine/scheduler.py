@@ -60,6 +60,7 @@ class Scheduler:
             raise ValueError("a sequence needs a prompt token and an output token at least")
         if self._blocks(tokens) > self.cache.capacity_blocks:
             raise ValueError(f"{tokens} tokens do not fit in {self.cache.capacity_blocks} blocks")
+        sequence.phase = Phase.WAITING
         self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence) -> None:

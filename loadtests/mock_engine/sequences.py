@@ -11,6 +11,8 @@ from typing import Any
 class Phase(Enum):
     """Where a sequence is in its life."""
 
+    NEW = "new"
+    """Not the scheduler's yet."""
     WAITING = "waiting"
     LOADING = "loading"
     """Its prefix comes up from the tiers below the GPU."""
@@ -39,7 +41,7 @@ class Sequence:
     after a preemption it is computed like any other."""
     hold: bool = False
     """Its KV stays after its end, until `Scheduler.let_go`."""
-    phase: Phase = Phase.WAITING
+    phase: Phase = Phase.NEW
     cached_tokens: int | None = None
     """Prompt tokens found in the GPU or below it at first admission; None before."""
     loaded_tokens: int = 0
