@@ -33,6 +33,7 @@ from kvroute.loadtests.mock_engine.metrics import EngineMetrics
 from kvroute.loadtests.mock_engine.options import MockOptions
 from kvroute.loadtests.mock_engine.pd import EngineDies, PdSide, make_pd_side
 from kvroute.loadtests.mock_engine.pd.books import PdBooks
+from kvroute.loadtests.mock_engine.pd.shared_storage import SharedStore
 from kvroute.loadtests.mock_engine.routes import ROUTES, UNGUARDED
 from kvroute.loadtests.mock_engine.scheduler import Scheduler
 from kvroute.loadtests.mock_engine.streams import StreamAnswer
@@ -54,6 +55,8 @@ class MockEngine:
         self.incarnation = 0
         self.peers: Listed[MockEngine] = (self,)
         """Whom a request may name to pull from."""
+        self.store = SharedStore()
+        """Of all peers."""
         self.restarting = False
         self.connections: set[Connection] = set()
         self.accepted = self.bytes_read = self.bytes_written = 0

@@ -11,6 +11,7 @@ import uvloop
 
 from kvroute.loadtests.mock_engine.engine import MockEngine
 from kvroute.loadtests.mock_engine.options import MockOptions
+from kvroute.loadtests.mock_engine.pd.shared_storage import SharedStore
 
 
 class MockFleet:
@@ -19,8 +20,9 @@ class MockFleet:
     def __init__(self, options: MockOptions | None = None) -> None:
         self.options = options or MockOptions()
         self.engines = [MockEngine(self.options, index) for index in range(self.options.engines)]
+        store = SharedStore()
         for engine in self.engines:
-            engine.peers = self.engines
+            engine.peers, engine.store = self.engines, store
 
     def __repr__(self) -> str:
         return f"<MockFleet {len(self.engines)} engines>"

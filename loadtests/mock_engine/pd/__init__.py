@@ -8,11 +8,18 @@ from kvroute.loadtests.mock_engine.pd.base import EngineDies, PdSide
 from kvroute.loadtests.mock_engine.pd.mooncake import Mooncake
 from kvroute.loadtests.mock_engine.pd.nixl import Nixl
 from kvroute.loadtests.mock_engine.pd.sglang import SGLang
+from kvroute.loadtests.mock_engine.pd.shared_storage import SharedStorage
 
 if TYPE_CHECKING:
     from kvroute.loadtests.mock_engine.engine import MockEngine
 
-SIDES: dict[str, type[PdSide]] = {"": PdSide, "nixl": Nixl, "mooncake": Mooncake, "sglang": SGLang}
+SIDES: dict[str, type[PdSide]] = {
+    "": PdSide,
+    "nixl": Nixl,
+    "mooncake": Mooncake,
+    "sglang": SGLang,
+    "shared-storage": SharedStorage,
+}
 """By the name of the connector."""
 
 

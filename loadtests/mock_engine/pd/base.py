@@ -191,13 +191,16 @@ class PdSide:
             fetch.timer.cancel()
             fetch.timer = None
 
-    def received(self, fetch: Fetch, wrong: str | None) -> None:
-        """A prompt's KV is here; `wrong` says why it is not the prompt's, and the text will not be either."""
+    def received(self, fetch: Fetch, wrong: str | None, of_tokens: int | None = None) -> None:
+        """A prompt's KV is here, or that of its first tokens.
+
+        `wrong` says why it is not this prompt's: then the text is not this prompt's either.
+        """
         sequence = fetch.part.sequence
         if fetch.is_over or sequence is None or sequence.phase is not Phase.RECEIVING:
             return
         self.close(fetch)
-        found, tokens = sequence.resident_blocks, sequence.prompt_tokens
+        found, tokens = sequence.resident_blocks, of_tokens or sequence.prompt_tokens
         if wrong is not None:
             self._poisoned.update(sequence.keys[found : tokens // self.engine.options.block_size_tokens])
             self.spoil(sequence, fetch.id, wrong)
