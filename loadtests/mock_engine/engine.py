@@ -146,6 +146,7 @@ class MockEngine:
         if self.events is not None:
             await self.events.start()
         self.driver.start()
+        self.pd.start()
 
     async def stop(self) -> None:
         """Close everything; idempotent."""

@@ -70,6 +70,8 @@ class MockOptions:
     """Real seconds that a request waits for its other half, of Mooncake or SGLang (300 there)."""
     kv_load_failure: str = "recompute"
     """What becomes of a request whose prefill engine is gone: recompute or fail, as in vLLM."""
+    register_at: str = ""
+    """Where engines of P2pNccl tell their addresses, such as tcp://127.0.0.1:30001; "": nowhere."""
     handoff_bytes_per_s: float = 25e9
     """Of the KV from a prefill to a decode engine."""
     kv_events: bool = False

@@ -341,6 +341,7 @@ def truth(engine: MockEngine) -> dict[str, Any]:
             "role": engine.pd.role,
             "engine_id": engine.pd.engine_id,
             **engine.pd.holds.as_dict(),
+            "parked_ids": engine.pd.parked(),
             **engine.pd_books.as_dict(),
         },
         "adapters": dict(engine.adapters),

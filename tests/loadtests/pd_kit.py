@@ -35,6 +35,16 @@ def pd(engine: MockEngine) -> dict[str, Any]:
     return section
 
 
+def check(fleet: MockFleet) -> None:
+    """Blocks and holds add up at every engine."""
+    for engine in fleet.engines:
+        engine.scheduler.check_integrity()
+        section = pd(engine)
+        ended = sum(section["released_by"].values())
+        assert section["held_total"] == ended + section["held"]["requests"], section
+        assert len(engine.scheduler.held) <= section["held"]["requests"]
+
+
 class Legs:
     """Requests to the engines of a fleet."""
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvroute.loadtests.mock_engine import MockFleet
 from tests.kit import until
-from tests.loadtests.pd_kit import PROMPT, Legs, options, pd, right_text, text
+from tests.loadtests.pd_kit import PROMPT, Legs, check, options, pd, right_text, text
 from tests.loadtests.virtual_time import run_virtually
 
 ID = "xfer-1"
@@ -21,8 +21,7 @@ ID = "xfer-1"
 async def fleet() -> AsyncIterator[MockFleet]:
     async with MockFleet(options("mooncake")) as fleet:
         yield fleet
-        for engine in fleet.engines:
-            engine.scheduler.check_integrity()
+        check(fleet)
 
 
 @pytest.fixture
@@ -116,6 +115,35 @@ def test_a_stale_engine_id_waits_for_its_own_limit(monkeypatch: pytest.MonkeyPat
             assert freed(fleet) == {"expired": 1}
 
     run_virtually(main(), monkeypatch)
+
+
+async def test_a_stale_engine_id_waits_though_the_kv_is_there(fleet: MockFleet, legs: Legs) -> None:
+    await legs.post(0, **to_prefill())
+    task = legs.begin(1, **to_decode(fleet, remote_engine_id="of another life"))
+    await waits(fleet)
+    assert pd(fleet.engines[0])["stranded_blocks"] == 6
+    await legs.leave(task)
+    await until(lambda: not fleet.engines[1].live)
+    assert pd(fleet.engines[0])["stranded_blocks"] == 6, "nobody was told"
+
+
+def test_a_lease_does_not_run_during_the_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with MockFleet(options("mooncake", kv_lease_s=5.0)) as fleet, Legs(fleet) as legs:
+            await legs.post(0, **to_prefill())
+            assert text(await legs.post(1, "handoff_delay=9", **to_decode(fleet))) == right_text()
+            assert freed(fleet) == {"pulled": 1}
+
+    run_virtually(main(), monkeypatch)
+
+
+async def test_two_decodes_of_one_transfer_are_loud(fleet: MockFleet, legs: Legs) -> None:
+    await legs.post(0, **to_prefill())
+    tasks = [legs.begin(1, "handoff_delay=0.1", **to_decode(fleet)) for _ in range(2)]
+    await until(lambda: pd(fleet.engines[0])["repeated_ids"] == [ID])
+    done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    assert text(done.pop().result()) == right_text()
+    await legs.leave(left.pop())
 
 
 async def test_nobody_at_the_bootstrap_address_is_a_failed_load(fleet: MockFleet, legs: Legs) -> None:

@@ -13,7 +13,7 @@ import pytest
 from kvroute.loadtests.mock_engine import MockFleet, MockOptions
 from kvroute.policies.costs.speeds import PRESETS
 from tests.kit import until
-from tests.loadtests.pd_kit import BLOCK, PREFILL, PROMPT, Legs, options, pd, right_text, text
+from tests.loadtests.pd_kit import BLOCK, PREFILL, PROMPT, Legs, check, options, pd, right_text, text
 from tests.loadtests.virtual_time import run_virtually
 
 
@@ -21,8 +21,7 @@ from tests.loadtests.virtual_time import run_virtually
 async def fleet() -> AsyncIterator[MockFleet]:
     async with MockFleet(options("nixl")) as fleet:
         yield fleet
-        for engine in fleet.engines:
-            engine.scheduler.check_integrity()
+        check(fleet)
 
 
 @pytest.fixture

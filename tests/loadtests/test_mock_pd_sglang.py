@@ -11,7 +11,7 @@ import pytest
 
 from kvroute.loadtests.mock_engine import MockFleet
 from tests.kit import until
-from tests.loadtests.pd_kit import PROMPT, Legs, options, pd, right_text, text
+from tests.loadtests.pd_kit import PROMPT, Legs, check, options, pd, right_text, text
 from tests.loadtests.virtual_time import run_virtually
 
 ROOM = 2**62 + 5
@@ -21,8 +21,7 @@ ROOM = 2**62 + 5
 async def fleet() -> AsyncIterator[MockFleet]:
     async with MockFleet(options("sglang")) as fleet:
         yield fleet
-        for engine in fleet.engines:
-            engine.scheduler.check_integrity()
+        check(fleet)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from kvroute.loadtests.mock_engine import MockFleet
 from tests.kit import until
-from tests.loadtests.pd_kit import BLOCK, PROMPT, Legs, options, pd, right_text, text
+from tests.loadtests.pd_kit import BLOCK, PROMPT, Legs, check, options, pd, right_text, text
 
 WHOLE = len(PROMPT) // BLOCK * BLOCK
 
@@ -17,8 +17,7 @@ WHOLE = len(PROMPT) // BLOCK * BLOCK
 async def fleet() -> AsyncIterator[MockFleet]:
     async with MockFleet(options("shared-storage")) as fleet:
         yield fleet
-        for engine in fleet.engines:
-            engine.scheduler.check_integrity()
+        check(fleet)
 
 
 @pytest.fixture

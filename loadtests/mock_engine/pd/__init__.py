@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvroute.loadtests.mock_engine.pd.base import EngineDies, PdSide
 from kvroute.loadtests.mock_engine.pd.mooncake import Mooncake
 from kvroute.loadtests.mock_engine.pd.nixl import Nixl
+from kvroute.loadtests.mock_engine.pd.p2p_nccl import P2pNccl
 from kvroute.loadtests.mock_engine.pd.sglang import SGLang
 from kvroute.loadtests.mock_engine.pd.shared_storage import SharedStorage
 
@@ -19,6 +20,7 @@ SIDES: dict[str, type[PdSide]] = {
     "mooncake": Mooncake,
     "sglang": SGLang,
     "shared-storage": SharedStorage,
+    "p2p-nccl": P2pNccl,
 }
 """By the name of the connector."""
 

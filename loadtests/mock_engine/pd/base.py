@@ -125,6 +125,13 @@ class PdSide:
         """The cache was cleared."""
         self._poisoned.clear()
 
+    def parked(self) -> list[Any]:
+        """Ids of what came for requests that have not come."""
+        return []
+
+    def start(self) -> None:
+        """The engine listens."""
+
     def stop(self) -> None:
         """The process ends."""
         self.is_up = False
@@ -168,11 +175,15 @@ class PdSide:
 
     def transfer_s(self, fetch: Fetch, hold: Hold | None) -> float:
         """Real seconds until a prompt's KV is here, its faults' delays included."""
-        options = self.engine.options
-        blocks = -(-len(fetch.part.tokens) // options.block_size_tokens)
-        size = blocks * options.block_size_tokens * options.step_speed.kv_bytes_per_token
         delay_s = fetch.answer.faults.handoff_delay + (hold.delay_s if hold is not None else 0.0)
-        return delay_s + size / options.handoff_bytes_per_s / options.speed
+        return delay_s + self.move_s(len(fetch.part.tokens))
+
+    def move_s(self, prompt_tokens: int) -> float:
+        """Real seconds that so much KV takes, in whole blocks."""
+        options = self.engine.options
+        blocks = -(-prompt_tokens // options.block_size_tokens)
+        size = blocks * options.block_size_tokens * options.step_speed.kv_bytes_per_token
+        return size / options.handoff_bytes_per_s / options.speed
 
     def after(self, fetch: Fetch, delay_s: float, action: Callable[[Fetch], None]) -> None:
         """Go on with a fetch later, unless it is over by then; the one thing it waits for."""
