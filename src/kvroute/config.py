@@ -45,6 +45,7 @@ from kvroute.config_groups import (
     Timeouts,
     WorkerConfig,
 )
+from kvroute.config_pd import PdConfig
 
 PREFIX = "KVROUTE_"
 
@@ -101,6 +102,7 @@ class Config(BaseSettings):
     conductor: ConductorConfig = ConductorConfig()
     retention: RetentionConfig = RetentionConfig()
     redis: RedisConfig = RedisConfig()
+    pd: PdConfig = PdConfig()
     shutdown: Shutdown = Shutdown()
 
     @field_validator("workers")

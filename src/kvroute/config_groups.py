@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, fi
 from kvroute.endpoint import Endpoint
 from kvroute.policies.costs.links import LINKS
 from kvroute.preset_file import load_speed
-from kvroute.types import EngineKind
+from kvroute.types import EngineKind, Role
 
 Seconds = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(gt=0)]
@@ -77,11 +77,27 @@ class KvEvents(Group):
     topic: str = Field(default="", description="prefix of the topics to take; empty takes all")
 
 
+class PlaceConfig(Group):
+    """Where a worker stands; what is equal, and not empty, in two workers is what they share."""
+
+    host: str = ""
+    rack: str = ""
+    zone: str = ""
+
+
 class WorkerConfig(Group):
     """An engine to route to. A bare URL string is accepted in its place."""
 
     url: str
     engine: EngineKind | None = Field(default=None, description="discovered when not given")
+    role: Role = Field(default=Role.BOTH, description="prefill, decode or both")
+    place: PlaceConfig = PlaceConfig()
+    bootstrap_port: Annotated[int, Field(gt=0, le=65535)] | None = Field(
+        default=None, description="of a prefill worker, in place of pd.bootstrap_port"
+    )
+    p2p_address: P2pAddress | None = Field(
+        default=None, description="host:port of its P2pNccl engine, where it does not register itself"
+    )
     api_key: SecretStr | None = Field(
         default=None, description="sent to this worker in place of the client's key"
     )

@@ -1,0 +1,1 @@
+"""One small class for each way in which engines hand KV over."""
