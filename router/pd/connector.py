@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -43,8 +43,8 @@ class Leg(Struct, frozen=True):
 class Connector(Protocol):
     """A class registered in the entry-point group `kvroute.pd_connectors`, made once with the configuration.
 
-    Everything but `prepare` is synchronous and pure. It may be called for many requests at a time, from one
-    thread.
+    Everything but `prepare` is synchronous, and the same pair gets the same answer until one of its workers
+    is forgotten. It may be called for many requests at a time, from one thread.
     """
 
     is_concurrent: ClassVar[bool]
@@ -60,26 +60,32 @@ class Connector(Protocol):
 
     def __init__(self, config: PdConfig) -> None: ...
 
-    async def prepare(self, pair: Pair) -> None:
+    async def prepare(self, pair: Pair) -> Any:
         """Learn what both legs need of the workers, before anything is sent.
 
-        Raises `CannotHandOver` or GatewayError, which count as the prefill worker's. The gateway bounds its
-        time.
+        A concurrent connector returns what it hands over, which goes to `decode_leg` and `release`; of others
+        the result is not used. Raises `CannotHandOver` or GatewayError, which count as the prefill worker's.
+        The gateway bounds its time.
         """
         ...
 
-    def prefill_leg(self, pair: Pair) -> Leg: ...
+    def prefill_leg(self, pair: Pair) -> Leg:
+        """Raises `CannotHandOver` when a worker was forgotten since `prepare`."""
+        ...
 
     def handoff(self, answer: Mapping[str, Any]) -> Any:
         """What the prefill's answer, a JSON object, hands over; None for connectors that read nothing of it.
 
-        Raises `CannotHandOver` where it should hand over and does not. Concurrent connectors are not asked.
+        Raises `CannotHandOver` where it should hand over and does not. Of a concurrent connector that alone
+        counts, and only while decode has not begun to answer: then it waits in vain.
         """
         ...
 
-    def decode_leg(self, pair: Pair, handoff: Any) -> Leg: ...
+    def decode_leg(self, pair: Pair, handoff: Any) -> Leg:
+        """Raises `CannotHandOver` when a worker was forgotten since `prepare`."""
+        ...
 
-    def release(self, handoff: Any, model: str | None) -> tuple[str, Mapping[str, Any]] | None:
+    def release(self, pair: Pair, handoff: Any) -> tuple[str, Mapping[str, Any]] | None:
         """(path, body) of a request to any decode worker by which the prefill worker is told to keep the KV
         no longer; None where there is no such thing, and a lease of the engine's own has to end.
         """
@@ -87,4 +93,35 @@ class Connector(Protocol):
 
     def forget(self, member: Member) -> None:
         """A worker is gone, or is a new process: what is known of it is not true any more."""
+        ...
+
+
+@runtime_checkable
+class DecodeFirst(Connector, Protocol):
+    """A connector whose decode worker is asked before any prefill: it does all by itself, or declines.
+
+    Where `first_leg` gives one, it goes to the decode worker. Its answer is kept back, a stream event by
+    event, for as long as `declined` says None; at False it is relayed from its start, at True dropped, and
+    the request goes on as any other: prefill leg, decode leg.
+    """
+
+    def first_leg(self, path: bytes, pair: Pair) -> Leg | None:
+        """None: this request is not for asking, it begins with its prefill leg."""
+        ...
+
+    def declined(self, event: Mapping[str, Any]) -> bool | None:
+        """Of a whole answer, or of one event of a stream, a JSON object each. None: the next one tells."""
+        ...
+
+
+@runtime_checkable
+class Serving(Connector, Protocol):
+    """A connector with something of its own that runs: the gateway starts it before it listens."""
+
+    async def start(self, host: str) -> None:
+        """`host`: where the gateway listens. Raises OSError, on which the gateway does not start."""
+        ...
+
+    def close(self) -> None:
+        """Idempotent, and harmless before `start`."""
         ...

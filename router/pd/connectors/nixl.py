@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from kvroute.config_pd import PdConfig
 from kvroute.router.pd.connector import CannotHandOver, Leg, Pair
+from kvroute.router.pd.connectors.fields import PARAMS
 from kvroute.router.pd.ranks import rank_headers
 from kvroute.router.workers import Member
 
-PARAMS = "kv_transfer_params"
 ASK = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -38,8 +38,8 @@ class NixlConnector:
     def __init__(self, config: PdConfig) -> None:
         pass
 
-    async def prepare(self, pair: Pair) -> None:
-        pass
+    async def prepare(self, pair: Pair) -> Any:
+        return None
 
     def prefill_leg(self, pair: Pair) -> Leg:
         return Leg({PARAMS: ASK}, rank_headers(pair.prefill_rank))
@@ -56,11 +56,15 @@ class NixlConnector:
     def decode_leg(self, pair: Pair, handoff: Any) -> Leg:
         return Leg({PARAMS: handoff}, rank_headers(pair.decode_rank))
 
-    def release(self, handoff: Any, model: str | None) -> tuple[str, Mapping[str, Any]] | None:
-        """A decode worker that refuses a request tells the prefill worker so: it is asked for a model that it
-        does not have. The prompt must not be empty: then the body is refused before anybody looks at it.
-        """
-        return "/v1/completions", {"model": NO_SUCH_MODEL, "prompt": "x", "max_tokens": 1, PARAMS: handoff}
+    def release(self, pair: Pair, handoff: Any) -> tuple[str, Mapping[str, Any]] | None:
+        return release_by_refusal(handoff)
 
     def forget(self, member: Member) -> None:
         pass
+
+
+def release_by_refusal(handoff: Any) -> tuple[str, Mapping[str, Any]]:
+    """A decode worker that refuses a request tells the prefill worker so (vLLM 0.32): it is asked for a model
+    that it does not have. The prompt must not be empty: then the body is refused before anybody looks at it.
+    """
+    return "/v1/completions", {"model": NO_SUCH_MODEL, "prompt": "x", "max_tokens": 1, PARAMS: handoff}
