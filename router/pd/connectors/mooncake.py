@@ -10,7 +10,7 @@ from kvroute.router.pd.connector import CannotHandOver, Leg, Pair
 from kvroute.router.pd.connectors.bootstrap import EngineIds, Engines, bootstrap_url
 from kvroute.router.pd.connectors.fields import PARAMS
 from kvroute.router.pd.connectors.nixl import release_by_refusal
-from kvroute.router.pd.connectors.numbers import number_of
+from kvroute.router.pd.connectors.numbers import hex_of, number_of
 from kvroute.router.pd.ranks import rank_headers
 from kvroute.router.workers import Member
 
@@ -67,7 +67,7 @@ class MooncakeConnector:
     def decode_leg(self, pair: Pair, handoff: Any) -> Leg:
         return Leg({PARAMS: handoff}, rank_headers(pair.decode_rank))
 
-    def release(self, handoff: Any, model: str | None) -> tuple[str, Mapping[str, Any]] | None:
+    def release(self, pair: Pair, handoff: Any) -> tuple[str, Mapping[str, Any]] | None:
         return release_by_refusal(handoff)
 
     def forget(self, member: Member) -> None:
@@ -75,7 +75,7 @@ class MooncakeConnector:
 
 
 def _transfer_id(pair: Pair) -> str:
-    return f"xfer-{pair.id}"
+    return f"xfer-{hex_of(pair.id)}"
 
 
 def _rank(pair: Pair, engines: Engines) -> int:

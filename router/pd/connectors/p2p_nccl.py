@@ -48,7 +48,7 @@ class P2pNcclConnector:
     def decode_leg(self, pair: Pair, handoff: Any) -> Leg:
         return self._leg(pair)
 
-    def release(self, handoff: Any, model: str | None) -> tuple[str, Mapping[str, Any]] | None:
+    def release(self, pair: Pair, handoff: Any) -> tuple[str, Mapping[str, Any]] | None:
         return None
 
     def forget(self, member: Member) -> None:

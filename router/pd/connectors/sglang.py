@@ -43,7 +43,7 @@ class SGLangConnector:
         ranks = _rank("routed_dp_rank", pair.decode_rank) | _rank("disagg_prefill_dp_rank", pair.prefill_rank)
         return Leg(self._meeting(pair) | ranks)
 
-    def release(self, handoff: Any, model: str | None) -> tuple[str, Mapping[str, Any]] | None:
+    def release(self, pair: Pair, handoff: Any) -> tuple[str, Mapping[str, Any]] | None:
         return None
 
     def forget(self, member: Member) -> None:

@@ -37,7 +37,7 @@ class SharedStorageConnector:
     def decode_leg(self, pair: Pair, handoff: Any) -> Leg:
         return Leg(headers=rank_headers(pair.decode_rank))
 
-    def release(self, handoff: Any, model: str | None) -> tuple[str, Mapping[str, Any]] | None:
+    def release(self, pair: Pair, handoff: Any) -> tuple[str, Mapping[str, Any]] | None:
         return None
 
     def forget(self, member: Member) -> None:
