@@ -13,7 +13,8 @@ from kvroute.types import EngineKind
 # 10 ms of the event loop per worker and poll, this about 0.2 ms.
 _SAMPLE = re.compile(
     r"^(?:(?P<engine>vllm|sglang):)?(?P<name>num_requests_running|num_requests_waiting|num_running_reqs|num_queue_reqs"
-    r"|kv_cache_usage_perc|gpu_cache_usage_perc|token_usage|cache_config_info|process_start_time_seconds)"
+    r"|kv_cache_usage_perc|gpu_cache_usage_perc|token_usage|cache_config_info|process_start_time_seconds"
+    r"|nixl_num_kv_expired_reqs_total)"
     r"(?:\{(?P<labels>[^\n]{0,4096}?)\})? (?P<value>[^\s]+)",
     re.MULTILINE,
 )
@@ -38,6 +39,8 @@ class EngineMetrics:
     """KV room of one rank."""
     data_parallel_size: int = 1
     started_at: float | None = None
+    kv_expired: int | None = None
+    """Handoffs of a prefill worker (NIXL) whose KV nobody fetched in time."""
 
 
 def read_metrics(text: str) -> EngineMetrics:
@@ -71,6 +74,7 @@ def read_metrics(text: str) -> EngineMetrics:
             1, len({labels.get("engine", labels.get("dp_rank", "0")) for labels, _ in ranks})
         ),
         started_at=started[0][1] if started else None,
+        kv_expired=_sum(found.get("nixl_num_kv_expired_reqs_total")),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TypeGuard, overload
+from typing import overload
 
 import structlog
 from msgspec import Struct
@@ -15,21 +15,23 @@ from kvroute.clock import Clock
 from kvroute.conductor.index import PrefixIndex
 from kvroute.policies.base import Policy, Prices
 from kvroute.policies.costs.lengths import OutputLengths
-from kvroute.policies.costs.links import Link
+from kvroute.policies.costs.links import Link, PdLinks
 from kvroute.policies.costs.rates import Rate
-from kvroute.policies.predicting import expect
+from kvroute.policies.pairing import cheapest_decode, payload_bytes, prefillers, roomiest
+from kvroute.policies.predicting import Expected, expect
 from kvroute.policies.ties import least_loaded_index
 from kvroute.policies.ttft import Ttft
+from kvroute.router.answers import Patience, compare, index_of, is_sound, is_sound_hold, retry_after_s
 from kvroute.router.decision_log import DecisionLog
+from kvroute.router.eligible import Eligible
 from kvroute.router.errors import Failure, GatewayError, shorten
 from kvroute.router.knowledge import NO_PROMPT, Knowledge, Prompt
 from kvroute.router.metrics import Metrics
 from kvroute.router.parsed_request import ParsedRequest
-from kvroute.router.workers import Eligible, Lease, Member, Registry
+from kvroute.router.workers import Lease, Member, Registry
 from kvroute.types import (
     NO_MATCH,
     Candidate,
-    Cost,
     Decision,
     Fleet,
     Hold,
@@ -37,20 +39,14 @@ from kvroute.types import (
     PrefixMatch,
     Priced,
     PromptKeys,
-    Pull,
     Rejection,
-    Worker,
+    Role,
 )
 
 log = structlog.get_logger(__name__)
 
-OVERRUNS_BEFORE_PAUSE = 5
-PAUSE_DECISIONS = 1000
 FALLBACK = "fallback"
 MAX_REASONS = 32
-MAX_TOKENS = 2**40
-MAX_RETRY_AFTER_S = 3600.0
-MAX_HOLD_S = 1e6
 OTHER_REASON = "other"
 
 
@@ -72,6 +68,21 @@ class Choice(Struct, frozen=True):
     prediction: Prediction | None
     """None where no policy prices."""
     chosen_s: float
+    prefill: PrefillHalf | None = None
+    """Where another worker prefills: `member` then only decodes, and what it holds is not looked at."""
+
+
+class PrefillHalf(Struct, frozen=True):
+    """The prefill worker's part of a split request; `lease` must be released."""
+
+    member: Member
+    lease: Lease
+    match: PrefixMatch
+    prediction: Prediction | None
+    handoff_s: float
+    """Expected."""
+    payload_bytes: int
+    """KV that has to travel, as far as is known."""
 
 
 class Dispatcher:
@@ -89,6 +100,7 @@ class Dispatcher:
         clock: Clock,
         decision_log: DecisionLog,
         peer_link: Link | None = None,
+        pd_links: PdLinks | None = None,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._registry = registry
@@ -96,11 +108,14 @@ class Dispatcher:
         self._metrics = metrics
         self._policy = policy
         self._shadow = shadow
-        self._patience = _Patience(policy.name, budget_s, metrics)
-        self._shadow_patience = None if shadow is None else _Patience(shadow.name, budget_s, metrics)
+        self._patience = Patience(policy.name, budget_s, metrics)
+        self._shadow_pairs = shadow is not None and bool(getattr(shadow.policy, "chooses_pairs", False))
+        self._shadow_patience = None if shadow is None else Patience(shadow.name, budget_s, metrics)
         self._clock = clock
         self._log = decision_log
         self._peer_link = peer_link
+        self.pd_links = PdLinks() if pd_links is None else pd_links
+        """May be replaced by what is measured."""
         self._timer = timer
         self._decision_time = metrics.decision_time.of()
         self._turn = 0
@@ -108,6 +123,7 @@ class Dispatcher:
         self._needs_active_keys = any(getattr(each, "needs_active_keys", False) for each in asked)
         self._needs_seconds = any(getattr(each, "needs_seconds", False) for each in asked)
         chooser: object = policy.policy
+        self._chooses_pairs = bool(getattr(chooser, "chooses_pairs", False))
         self._prices_alike = type(chooser) is Ttft
         """Its costs are by the time model that the books are kept by: others' may be of any kind."""
         self._arrivals = Rate()
@@ -131,7 +147,7 @@ class Dispatcher:
         prompt = self._knowledge.keys(request)
         if self._knowledge.remote is None or not prompt.sets:
             return prompt
-        eligible = self._registry.eligible(request.view.model, self._clock())
+        eligible = self._registry.eligible(request.view.model, self._clock(), (), request.task)
         return await self._knowledge.ask(prompt, eligible)
 
     def arrived(self) -> None:
@@ -141,7 +157,8 @@ class Dispatcher:
     def snapshot(self, request: ParsedRequest, prompt: Prompt) -> Fleet:
         """What a policy would be shown of one request now; raises GatewayError when nobody may take it."""
         now_s = self._clock()
-        return self._fleet(request, prompt, self._registry.eligible(request.view.model, now_s), now_s)
+        eligible = self._registry.eligible(request.view.model, now_s, (), request.task)
+        return self._fleet(request, prompt, eligible, now_s)
 
     def choose(
         self,
@@ -168,7 +185,7 @@ class Dispatcher:
         """The same, or `Hold`, which is accepted where `promised_s` is given: see `Fleet.promised_s`."""
         started = self._timer()
         now_s = self._clock()
-        eligible = self._registry.eligible(request.view.model, now_s, tried)
+        eligible = self._registry.eligible(request.view.model, now_s, tried, request.task)
         fleet = self._fleet(request, prompt, eligible, now_s, promised_s, held_s)
         decision = self._decide(request, fleet)
         if isinstance(decision, Hold):
@@ -181,7 +198,7 @@ class Dispatcher:
         if isinstance(decision, Rejection):
             self._metrics.decisions.add(self._policy.name, "rejected")
             message = f"rejected by policy {self._policy.name}: {shorten(str(decision.reason))}"
-            raise GatewayError(Failure.REJECTED, message, retry_after_s=_retry_after_s(decision))
+            raise GatewayError(Failure.REJECTED, message, retry_after_s=retry_after_s(decision))
         choice = self._charge(request, prompt, eligible, fleet, decision)
         self._metrics.decisions.add(self._policy.name, decision.reason)
         self._decision_time.observe(self._timer() - started)
@@ -199,18 +216,41 @@ class Dispatcher:
             self._metrics.fallbacks.add(self._policy.name, "price_error")
             return ()
 
+    def choose_decode(self, request: ParsedRequest, choice: Choice, tried: Collection[Member]) -> Choice:
+        """As `choice`, with another decode worker for KV that lies finished at its prefill worker.
+
+        GatewayError when there is none.
+        """
+        assert choice.prefill is not None
+        prefill = choice.prefill.member
+        now_s = self._clock()
+        eligible = self._registry.eligible(request.view.model, now_s, tried, request.task)
+        fleet = self._fleet(request, NO_PROMPT, eligible, now_s)
+        at = cheapest_decode(request.view, replace(fleet, pd_links=self.pd_links), prefill.worker)
+        if at is None:
+            raise GatewayError(Failure.NO_WORKER, "every decode worker has failed this request")
+        member = eligible.members[at]
+        decision = replace(choice.decision, candidate=Candidate(prefill.worker, member.worker))
+        lease = self._charge_decode(member, request, fleet)
+        return replace(choice, member=member, decision=decision, lease=lease)
+
     def _charge(
         self, request: ParsedRequest, prompt: Prompt, eligible: Eligible, fleet: Fleet, decision: Decision
     ) -> Choice:
-        """Add what the request will cost its worker, by the same time model whatever the policy."""
-        # The worker may be known to the policy by an older description than the registry's.
-        at = _index_of(decision.candidate.decode, fleet)
+        """Add what the request will cost its workers, by the same time model whatever the policy."""
+        # A worker may be known to the policy by an older description than the registry's.
+        at = index_of(decision.candidate.prefill, fleet)
+        decode_at = index_of(decision.candidate.decode, fleet)
+        is_split = at != decode_at
         member, now_s = eligible.members[at], fleet.now_s
         match = fleet.matches[at] if fleet.matches else NO_MATCH
         prompt_tokens = request.view.prompt_tokens
         raw_s, prediction = 0.0, None
+        expected: Expected | None = None
         if self._needs_seconds:
-            expected = expect(request.view, fleet, decision, at, priced_alike=self._prices_alike)
+            expected = expect(
+                request.view, fleet, decision, at, priced_alike=self._prices_alike, decode_at=decode_at
+            )
             raw_s, cached, prediction = expected.prefill_s, expected.cached_tokens, expected.prediction
         else:
             cached = min(match.tokens, prompt_tokens)
@@ -220,12 +260,38 @@ class Dispatcher:
             prefill_s=raw_s,
             prompt_tokens=prompt_tokens,
             uncached_tokens=prompt_tokens - cached,
-            output_tokens=fleet.output_tokens,
+            output_tokens=1.0 if is_split else fleet.output_tokens,
             keys=fleet.keys,
         )
         if prompt.sets:
             self._knowledge.routed(member, prompt)
-        return Choice(member, decision, lease, match, prediction, now_s)
+        if not is_split:
+            return Choice(member, decision, lease, match, prediction, now_s)
+        decode = eligible.members[decode_at]
+        decode_match = fleet.matches[decode_at] if fleet.matches else NO_MATCH
+        bytes_ = payload_bytes(prompt_tokens, decode.worker, decode_match, decode.pace)
+        half = PrefillHalf(
+            member,
+            lease,
+            match,
+            None if expected is None else expected.prefill,
+            self.pd_links.between(member.worker, decode.worker).transfer_s(bytes_),
+            bytes_,
+        )
+        decode_lease = self._charge_decode(decode, request, fleet)
+        return Choice(decode, decision, decode_lease, NO_MATCH, prediction, now_s, half)
+
+    def _charge_decode(self, member: Member, request: ParsedRequest, fleet: Fleet) -> Lease:
+        """It has nothing to prefill: for prices it decodes from now on."""
+        lease = self._registry.charge(
+            member,
+            fleet.now_s,
+            prompt_tokens=request.view.prompt_tokens,
+            output_tokens=fleet.output_tokens,
+            keys=fleet.keys,
+        )
+        lease.charge.first_byte(fleet.now_s)
+        return lease
 
     def _fleet(
         self,
@@ -255,10 +321,10 @@ class Dispatcher:
             0 if keys is None else keys.block_tokens,
             eligible.paces,
             self.lengths.expect(view.model, view.tenant, view.max_output_tokens),
-            self._arrivals.per_s(now_s) / len(workers),
+            self._arrivals.per_s(now_s) / eligible.prefilling,
             [promised_s.get(id_, 0.0) for id_ in eligible.ids] if promised_s else (),
             promised_s is not None,
-            None,
+            self.pd_links if eligible.can_split else None,
             self._peer_link,
             held_s,
         )
@@ -273,16 +339,18 @@ class Dispatcher:
             return self._fall_back(fleet, "paused")
         started = self._timer()
         try:
-            decision = self._policy.policy.decide(request.view, fleet)
+            decision = self._policy.policy.decide(request.view, self._shown(fleet, self._chooses_pairs))
         except (Exception, asyncio.CancelledError):  # nothing can cancel synchronous code but itself
             log.exception("policy failed", policy=name)
             return self._fall_back(fleet, "error")
         patience.took(self._timer() - started)
-        if isinstance(decision, Rejection) or _is_sound_hold(decision, fleet):
+        if isinstance(decision, Rejection) or is_sound_hold(decision, fleet):
             return decision
-        if not _is_sound(decision, fleet):
+        if not is_sound(decision, fleet):
             log.error("policy chose no eligible worker", policy=name, decision=type(decision).__name__)
             return self._fall_back(fleet, "bad_choice")
+        if decision.candidate.decode.role is Role.PREFILL:
+            decision = self._pair(fleet, decision)
         if decision.pull is not None and self._peer_link is None:
             self._metrics.fallbacks.add(name, "no_pull")
             decision = replace(decision, pull=None)
@@ -298,12 +366,28 @@ class Dispatcher:
     def _fall_back(self, fleet: Fleet, reason: str) -> Decision:
         self._metrics.fallbacks.add(self._policy.name, reason)
         self._turn += 1
-        return Decision.whole(fleet.workers[least_loaded_index(fleet, self._turn)], FALLBACK)
+        if fleet.pd_links is None:
+            return Decision.whole(fleet.workers[least_loaded_index(fleet, self._turn)], FALLBACK)
+        shown = prefillers(fleet)
+        decision = Decision.whole(shown.workers[least_loaded_index(shown, self._turn)], FALLBACK)
+        return self._pair(fleet, decision) if decision.candidate.decode.role is Role.PREFILL else decision
+
+    @staticmethod
+    def _shown(fleet: Fleet, chooses_pairs: bool) -> Fleet:
+        """What a policy is shown that chooses no pairs: those that may prefill, as if they did it all."""
+        return fleet if chooses_pairs or fleet.pd_links is None else prefillers(fleet)
+
+    def _pair(self, fleet: Fleet, decision: Decision) -> Decision:
+        """A decode worker for the choice of a policy that names only who prefills."""
+        among = [i for i, worker in enumerate(fleet.workers) if worker.role is not Role.PREFILL]
+        self._turn += 1
+        decode = fleet.workers[roomiest(fleet.loads, among, self._turn)]
+        return replace(decision, candidate=Candidate(decision.candidate.prefill, decode))
 
     def _ask_shadow(
         self,
         shadow: NamedPolicy,
-        patience: _Patience,
+        patience: Patience,
         request: ParsedRequest,
         fleet: Fleet,
         decision: Decision | Hold | Rejection,
@@ -315,89 +399,14 @@ class Dispatcher:
             return
         started = self._timer()
         try:
-            other = shadow.policy.decide(request.view, fleet)
+            other = shadow.policy.decide(request.view, self._shown(fleet, self._shadow_pairs))
         except (Exception, asyncio.CancelledError):
             log.exception("shadow policy failed", policy=shadow.name)
             agreement = "error"
         else:
             patience.took(self._timer() - started)
-            agreement = _agreement(decision, other)
+            agreement = compare(decision, other)
         self._metrics.shadow.add(shadow.name, agreement)
-
-
-def _retry_after_s(rejection: Rejection) -> float:
-    wanted: object = rejection.retry_after_s  # third-party code's
-    return wanted if isinstance(wanted, int | float) and 0 <= wanted <= MAX_RETRY_AFTER_S else 1.0
-
-
-def _agreement(decision: Decision | Hold | Rejection, other: Decision | Hold | Rejection) -> str:
-    if isinstance(other, Hold | Rejection):
-        answer = "held" if isinstance(other, Hold) else "rejected"
-        return "same" if type(other) is type(decision) else answer
-    if not isinstance(decision, Decision) or not isinstance(other, Decision):
-        return "other"
-    return "same" if other.candidate == decision.candidate else "other"
-
-
-class _Patience:
-    """Sets a policy aside that is slow again and again: a running decision cannot be interrupted."""
-
-    __slots__ = ("_budget_s", "_metrics", "_name", "_overruns", "paused_for")
-
-    def __init__(self, name: str, budget_s: float, metrics: Metrics) -> None:
-        self._name = name
-        self._budget_s = budget_s
-        self._metrics = metrics
-        self._overruns = 0
-        self.paused_for = 0
-        """Decisions to make without the policy."""
-
-    def took(self, spent_s: float) -> None:
-        """A decision came after so long."""
-        if spent_s <= self._budget_s:
-            self._overruns = 0
-            return
-        self._metrics.overruns.add(self._name)
-        self._overruns += 1
-        if self._overruns >= OVERRUNS_BEFORE_PAUSE:
-            log.error("policy is too slow", policy=self._name, budget_s=self._budget_s)
-            self._overruns = 0
-            self.paused_for = PAUSE_DECISIONS
-
-
-def _is_sound(decision: object, fleet: Fleet) -> TypeGuard[Decision]:
-    """True for a decision of the right types for one of the workers offered: it is third-party code's."""
-    return (
-        isinstance(decision, Decision)
-        and isinstance(decision.candidate, Candidate)
-        and isinstance(decision.reason, str)
-        and isinstance(decision.matched_tokens, int)
-        and 0 <= decision.matched_tokens < MAX_TOKENS
-        and _index_of(decision.candidate.decode, fleet) >= 0
-        and isinstance(decision.cost, Cost | None)
-        and isinstance(decision.pull, Pull | None)
-    )
-
-
-def _is_sound_hold(answer: object, fleet: Fleet) -> TypeGuard[Hold]:
-    """True for a hold that was asked for, on one of the workers offered."""
-    return (
-        isinstance(answer, Hold)
-        and fleet.may_hold
-        and _index_of(answer.worker, fleet) >= 0
-        and all(
-            isinstance(number, int | float) and 0 <= number < MAX_HOLD_S
-            for number in (answer.prefill_s, answer.rank_s)
-        )
-    )
-
-
-def _index_of(worker: Worker, fleet: Fleet) -> int:
-    """Its place among the workers offered, or -1."""
-    for at, offered in enumerate(fleet.workers):
-        if offered is worker:
-            return at
-    return -1
 
 
 class HeldBlocks(Sequence[int]):

@@ -32,6 +32,11 @@ class Failure(StrEnum):
     IDLE_TIMEOUT = "idle_timeout"
     TOTAL_TIMEOUT = "total_timeout"
     DIED = "upstream_died"
+    PREFILL_REFUSED = "prefill_refused"
+    PREFILL_TIMEOUT = "prefill_timeout"
+    DECODE_TIMEOUT = "decode_timeout"
+    NO_HANDOFF = "no_handoff"
+    HANDOFF_EXPIRED = "handoff_expired"
     INTERNAL = "internal_error"
 
 
@@ -62,6 +67,11 @@ _TABLE: dict[Failure, tuple[int, str]] = {
     Failure.IDLE_TIMEOUT: (504, _TIMEOUT),
     Failure.TOTAL_TIMEOUT: (504, _TIMEOUT),
     Failure.DIED: (502, _UPSTREAM),
+    Failure.PREFILL_REFUSED: (502, _UPSTREAM),
+    Failure.PREFILL_TIMEOUT: (504, _TIMEOUT),
+    Failure.DECODE_TIMEOUT: (504, _TIMEOUT),
+    Failure.NO_HANDOFF: (502, _UPSTREAM),
+    Failure.HANDOFF_EXPIRED: (502, _UPSTREAM),
     Failure.INTERNAL: (500, "internal_error"),
 }
 

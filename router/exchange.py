@@ -13,6 +13,7 @@ from kvroute.config_groups import Timeouts
 from kvroute.router.client import ClientConnection
 from kvroute.router.decision_log import DecisionLog
 from kvroute.router.dispatch import Choice, Dispatcher
+from kvroute.router.eligible import Task
 from kvroute.router.errors import REASONS, Failure, GatewayError
 from kvroute.router.heads import request_head, response_head
 from kvroute.router.hints.hints import Hints, RequestHints
@@ -21,11 +22,18 @@ from kvroute.router.meter import NO_USAGE, Meter, Usage
 from kvroute.router.metrics import Metrics
 from kvroute.router.pacing import Pacing
 from kvroute.router.parsed_request import ParsedRequest
+from kvroute.router.pd.answer import own_headers
+from kvroute.router.pd.books import Asked
+from kvroute.router.pd.prefill_leg import PrefillFailed
+from kvroute.router.pd.service import Pd, Planned
+from kvroute.router.pd.split import Split
+from kvroute.router.pd.usage import CachedTokens
 from kvroute.router.request_parser import Request
 from kvroute.router.retry import RetryBudget
+from kvroute.router.sending import Sending
 from kvroute.router.terms import short_form
 from kvroute.router.token_source import GatewayTokens
-from kvroute.router.upstream import Response, StaleConnection, UpstreamConnection
+from kvroute.router.upstream import Response, Sink
 from kvroute.router.waiting import Waiting
 from kvroute.router.workers import IN_BAND_ERROR, Member, Registry
 from kvroute.types import Outcome
@@ -47,6 +55,7 @@ class Services(Struct, frozen=True):
     waiting: Waiting
     pacing: Pacing
     decision_log: DecisionLog
+    pd: Pd
     tokens: GatewayTokens | None = None
     hints: Hints | None = None
 
@@ -74,7 +83,15 @@ class Exchange:
         self._request_id = request_id
         self._deadline_s = request.received_s + services.config.timeouts.total_s
         self._tried: list[Member] = []
-        self._connection: UpstreamConnection | None = None
+        """Those that have failed it."""
+        self._attempts = 0
+        self._member: Member | None = None
+        self._sending: Sending | None = None
+        self._planned: Planned | None = None
+        self._split: Split | None = None
+        self._cached: CachedTokens | None = None
+        self._body = b""
+        """Of an answer that was read whole before its head was written."""
         self._meter: Meter | None = None
         self._may_append = False
         self._hints: RequestHints | None = None
@@ -86,11 +103,14 @@ class Exchange:
 
     @property
     def worker_id(self) -> str | None:
-        """The worker tried last; None before the first choice."""
-        return self._tried[-1].worker.id if self._tried else None
+        """The worker tried last, of two the one that decodes; None before the first choice."""
+        return None if self._member is None else self._member.worker.id
 
     async def run(self) -> None:
         """Relay one response; raises GatewayError when none came and nothing was written to the client."""
+        if self._services.registry.splits:
+            planned = self._planned = self._services.pd.plan(self._request)
+            self._request, self._parsed.task = planned.request, planned.task
         self._prompt = await self._services.dispatcher.prepare(self._parsed)
         choice: Choice | None = await self._services.waiting.choose(
             self._parsed, self._prompt, self._request_id
@@ -100,30 +120,40 @@ class Exchange:
         while choice is not None:
             choice = await self._attempt(choice)
 
-    def _choose_again(self, reason: str) -> Choice | None:
-        """Another worker for a failed attempt, or None; counts the retry, or why there is none."""
-        services = self._services
-        metrics = services.metrics
+    def _choose_again(self, choice: Choice, reason: str, error: GatewayError | None = None) -> Choice | None:
+        """Other workers for a failed attempt, or None; counts the retry, or why there is none."""
+        services, metrics = self._services, self._services.metrics
+        leg = None if choice.prefill is None else "prefill" if isinstance(error, PrefillFailed) else "decode"
         if reason in (Failure.FIRST_BYTE_TIMEOUT, Failure.TOTAL_TIMEOUT):
             metrics.retries_denied.add("timeout")  # it may still be computing: a second one doubles the load
-        elif len(self._tried) >= services.config.retry.attempts:
+        elif self._attempts >= services.config.retry.attempts:
             metrics.retries_denied.add("attempts")
         else:
-            budget = services.retry_budget
+            is_free = isinstance(error, PrefillFailed) and error.asks_for_whole
+            if is_free:
+                self._parsed.task = Task.WHOLE
             try:
-                services.registry.eligible(self._parsed.view.model, monotonic(), self._tried)
-                dispatcher = services.dispatcher
-                choice = None
-                if budget.take():
-                    choice = dispatcher.choose(self._parsed, self._prompt, self._tried, self._request_id)
+                again = self._another(choice, is_free=is_free)
             except GatewayError:
                 metrics.retries_denied.add("no_other_worker")
                 return None
-            if choice is not None:
+            if again is not None:
                 metrics.retries.add(str(reason))
-                return choice
+                if leg is not None:
+                    services.pd.books.pd_metrics.retries.add(leg, str(reason))
+                return again
             metrics.retries_denied.add("budget")
         return None
+
+    def _another(self, choice: Choice, *, is_free: bool) -> Choice | None:
+        """None where the budget of retries is spent; GatewayError where there is nobody."""
+        services, parsed = self._services, self._parsed
+        services.registry.eligible(parsed.view.model, monotonic(), self._tried, parsed.task)
+        if not is_free and not services.retry_budget.take():
+            return None
+        if self._split is not None and self._split.keep():
+            return services.dispatcher.choose_decode(parsed, choice, self._tried)
+        return services.dispatcher.choose(parsed, self._prompt, self._tried, self._request_id)
 
     # --- one attempt ---------------------------------------------------------------------------
 
@@ -133,7 +163,8 @@ class Exchange:
         Whatever happens here, cancellation included, ends in `finally`: the connection goes back or is
         closed, the outcome is recorded, the lease is released.
         """
-        self._tried.append(choice.member)
+        self._attempts += 1
+        self._member = choice.member
         status: int | None = None
         failure: str | None = None
         usage = NO_USAGE
@@ -143,17 +174,20 @@ class Exchange:
             if status >= 500:
                 failure = f"status_{status if status in REASONS else OTHER}"
             if status in self._services.config.retry.statuses:
-                again = self._choose_again(f"status_{status}")
+                self._tried.append(choice.member)
+                again = self._choose_again(choice, f"status_{status}")
                 if again is not None:
                     return again
             usage, in_band_error = await self._relay(response, choice)
             failure = IN_BAND_ERROR if in_band_error else failure
         except GatewayError as error:
-            failure = error.failure.value
+            if not isinstance(error, PrefillFailed):
+                failure = error.failure.value
             if self.status:
                 self._break_off(error)
                 return None
-            again = self._choose_again(error.failure)
+            self._blame(choice, error)
+            again = self._choose_again(choice, error.failure, error)
             if again is None:
                 raise
             return again
@@ -161,8 +195,19 @@ class Exchange:
             self._end_attempt(choice, status, failure, usage)
         return None
 
+    def _blame(self, choice: Choice, error: GatewayError) -> None:
+        """Whoever failed is not tried again."""
+        if not isinstance(error, PrefillFailed):
+            self._tried.append(choice.member)
+        elif choice.prefill is not None and not error.is_nobodys:
+            self._tried.append(choice.prefill.member)
+
     def _end_attempt(self, choice: Choice, status: int | None, failure: str | None, usage: Usage) -> None:
-        self._finish_connection()
+        if self._split is not None and choice.prefill is not None:
+            self._split.end()
+        if self._sending is not None:
+            self._sending.finish()
+            self._sending = None
         if self._hints is not None:
             self._hints.ended()
         try:
@@ -170,34 +215,40 @@ class Exchange:
         finally:
             choice.lease.release()  # last: a removed worker is forgotten with its last lease, series and all
 
-    def _finish_connection(self) -> None:
-        if self._connection is not None:
-            self._connection.finish()
-            self._connection = None
-
     async def _send(self, choice: Choice) -> Response:
         """Send to the chosen worker, with hints where there are any; then twice when a pull is late."""
+        if choice.prefill is not None:
+            return await self._send_split(choice)
         request, timeouts = self._request, self._services.config.timeouts
+        self._sending = Sending(choice.member, self._services.metrics)
         if self._hints is None:
             return await self._post(choice, request, timeouts)
         return await self._hints.send(request, choice, timeouts, partial(self._post, choice))
 
     async def _post(self, choice: Choice, request: Request, timeouts: Timeouts) -> Response:
-        """Send on a pooled connection if there is one; if that has gone stale, once more on a fresh one."""
-        services, member = self._services, choice.member
-        self._finish_connection()
-        head = request_head(request, member, services.config, self._request_id, choice.match.dp_rank)
-        connection = member.pool.take_idle()
-        while True:
-            self._connection = connection = connection or await member.pool.connect()
-            try:
-                return await connection.send(
-                    head, request.body, request.method == b"HEAD", timeouts, self._deadline_s
-                )
-            except StaleConnection:
-                services.metrics.stale.add()
-                connection.finish()
-                self._connection = connection = None
+        sending = self._sending
+        assert sending is not None
+        head = request_head(
+            request, choice.member, self._services.config, self._request_id, choice.match.dp_rank
+        )
+        head_only = request.method == b"HEAD"
+        response = await sending.post(head, request.body, timeouts, self._deadline_s, head_only=head_only)
+        assert response is not None  # there is no time by which it had to be sent
+        return response
+
+    async def _send_split(self, choice: Choice) -> Response:
+        """The response of the decode worker."""
+        split = self._split
+        if split is None:
+            assert self._planned is not None
+            asked = Asked(self._parsed.view, self._prompt, self.model_label, self._request_id)
+            split = self._split = self._services.pd.split(self._planned, asked, self._deadline_s)
+        response = await split.send(choice)
+        self._sending = split.sending
+        own_headers(response, self._request_id)
+        if split.cached_tokens is not None and not response.encoded:
+            self._cached = CachedTokens(split.cached_tokens)
+        return response
 
     # --- relaying ------------------------------------------------------------------------------
 
@@ -209,17 +260,39 @@ class Exchange:
         is_sse = response.content_type.startswith(b"text/event-stream")
         meter = Meter(self._services.metrics.itl.of(self.model_label) if is_sse else None)
         self._meter = meter
+        if self._cached is not None and response.content_length:
+            await self._read_all(response)
         if not self._start(response, choice, meter):
             await self._stream()
         return meter.usage(), meter.streams and meter.in_band_error()
 
+    async def _read_all(self, response: Response) -> None:
+        """Of an answer whose length is in its head, and will change."""
+        sending, cached = self._sending, self._cached
+        assert sending is not None
+        assert cached is not None
+        connection = sending.connection
+        assert connection is not None
+        pieces = [connection.take_body()]
+        if not connection.complete:
+            await connection.stream_to(lambda data, _now_s: pieces.append(data))
+        body = cached.feed(b"".join(pieces)) + cached.end()
+        own_headers(response, self._request_id, len(body))
+        self._cached = None
+        self._body = body
+
     def _start(self, response: Response, choice: Choice, meter: Meter) -> bool:
         """Write the head and what has arrived of the body; True when that is all of it."""
-        connection, services = self._connection, self._services
+        assert self._sending is not None
+        connection, services = self._sending.connection, self._services
         assert connection is not None
         if connection.error is not None:
             raise connection.error
-        first = connection.take_body()
+        first = self._body or connection.take_body()
+        if self._cached is not None:
+            first = self._cached.feed(first)
+            if connection.complete:
+                first += self._cached.end()
         if first:
             now_s = monotonic()
             meter.feed(first, now_s)
@@ -233,7 +306,9 @@ class Exchange:
 
     async def _stream(self) -> None:
         """Relay the rest of the body, read by read."""
-        connection, client, meter = self._connection, self._client, self._meter
+        client, meter = self._client, self._meter
+        assert self._sending is not None
+        connection = self._sending.connection
         assert connection is not None
         assert meter is not None
         client.drop_request_body()
@@ -247,8 +322,20 @@ class Exchange:
             feed(data, now_s)
             write(data)
 
-        await connection.stream_to(relay)
+        await connection.stream_to(relay if self._cached is None else self._counting(self._cached, relay))
+        if self._cached is not None and (rest := self._cached.end()):
+            write(rest)
         client.end()
+
+    @staticmethod
+    def _counting(cached: CachedTokens, relay: Sink) -> Sink:
+        """The same, with the prefill's count of cached tokens."""
+
+        def counted(data: bytes, now_s: float) -> None:
+            if data := cached.feed(data):
+                relay(data, now_s)
+
+        return counted
 
     def _decision_headers(self, choice: Choice) -> tuple[bytes, bytes]:
         decision = choice.decision
@@ -281,6 +368,11 @@ class Exchange:
     def _record(self, choice: Choice, status: int | None, failure: str | None, usage: Usage) -> None:
         """Count one attempt, and tell the registry how its worker did."""
         metrics, member, meter = self._services.metrics, choice.member, self._meter
+        is_split = choice.prefill is not None
+        if is_split and status is None and failure is None:  # it was not asked, or not to the end
+            nothing = Outcome(member.worker, None)
+            self._services.registry.observe(member, nothing, is_trial=choice.lease.is_trial)
+            return
         first_s = None if meter is None else meter.first_s
         matched_tokens = choice.match.tokens
         metrics.worker_requests.add(member.endpoint.url)
@@ -314,4 +406,5 @@ class Exchange:
             self._services.pacing.observe(choice, self._parsed.view, outcome)
         self._services.decision_log.ended(self._request_id, outcome)
         self._services.registry.observe(member, outcome, is_trial=choice.lease.is_trial)
-        self._services.knowledge.observe(self.model_label, self._prompt, choice.match, outcome)
+        if not is_split:  # what was cached was the prefill worker's
+            self._services.knowledge.observe(self.model_label, self._prompt, choice.match, outcome)

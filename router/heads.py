@@ -16,9 +16,14 @@ BODILESS_METHODS = (b"GET", b"HEAD", b"OPTIONS", b"DELETE", b"TRACE")
 
 
 def request_head(
-    request: Request, member: Member, config: Config, request_id: str, dp_rank: int | None = None
+    request: Request,
+    member: Member,
+    config: Config,
+    request_id: str,
+    dp_rank: int | None = None,
+    own: Sequence[tuple[bytes, bytes]] = (),
 ) -> bytes:
-    """Head of one attempt.
+    """Head of one attempt. `own` headers stand in place of the client's of these names.
 
     Ours are Host, Content-Length, Authorization where keys are configured, a missing X-Request-Id, and
     X-data-parallel-rank (vLLM's name for it) where a rank is known to hold the prompt's beginning.
@@ -31,9 +36,12 @@ def request_head(
         dropped = dropped | {b"authorization"}
     if dp_rank is not None:
         dropped = dropped | {b"x-data-parallel-rank"}
+    if own:
+        dropped = dropped | {name.lower() for name, _ in own}
     lines = [b"%b %b%b HTTP/1.1" % (request.method, member.base_path, request.target), member.host_line]
     lines += [b"%b: %b" % header for header in request.headers if header[0].lower() not in dropped]
-    if b"x-request-id" not in request.fields:
+    lines += [b"%b: %b" % header for header in own]
+    if b"x-request-id" not in request.fields and b"x-request-id" not in dropped:
         lines.append(b"X-Request-Id: " + request_id.encode("latin-1"))
     if api_key is not None:
         lines.append(b"Authorization: Bearer " + api_key.get_secret_value().encode())

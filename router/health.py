@@ -22,6 +22,7 @@ from kvroute.router.discovery import (
     read_server_info,
 )
 from kvroute.router.errors import Failure, GatewayError
+from kvroute.router.pd.detecting import Transfer, connector_of_metrics, read_transfer
 from kvroute.router.probe import Answer, get
 from kvroute.router.workers import Member, Registry, State
 from kvroute.types import EngineKind
@@ -168,7 +169,10 @@ class Prober:
         if not lists and (models.status == 200 or models.status >= 500 or not 200 <= health_status < 300):
             return f"{self._options.path} gave {health_status}, /v1/models {models.status} and no list"
         answer = await self._get(member, "/server_info?config_format=json")  # vLLM's default is text
-        size = None if answer is None else read_server_info(_read_json(answer))
+        info = None if answer is None else _read_json(answer)
+        transfer, size = read_transfer(info), read_server_info(info)
+        if transfer is not None:
+            self._registry.set_transfer(member, transfer)
         if size is not None:
             self._registry.update(member, block_size_tokens=size)
         await self._ask_for_event_sources(member)
@@ -222,11 +226,18 @@ class Prober:
         answer = await self._get(member, "/metrics")
         if answer is None or answer.status != 200:
             return None
-        return read_metrics(answer.body.decode("utf-8", "replace"))
+        text = answer.body.decode("utf-8", "replace")
+        if member.transfer is None and not member.reported:
+            connector = connector_of_metrics(text)
+            if connector is not None:
+                self._registry.set_transfer(member, Transfer("its metrics", connector))
+        member.reported = True
+        return read_metrics(text)
 
     def _store(self, member: Member, sample: EngineMetrics) -> None:
         load = member.load
         load.reported_running, load.reported_waiting = sample.running, sample.waiting
+        member.kv_expired = sample.kv_expired
         if sample.kv_tokens is not None:
             member.pace.kv_tokens = sample.kv_tokens * sample.data_parallel_size
         room_tokens = member.pace.kv_tokens

@@ -12,11 +12,12 @@ from kvroute.conductor.hits import HitAccount, PrefillCost
 from kvroute.conductor.index import PrefixIndex
 from kvroute.conductor.remote import RemoteConductor, RemoteOptions
 from kvroute.config import Config, ConfigError
+from kvroute.router.eligible import Eligible
 from kvroute.router.following import Following, Restore
 from kvroute.router.knowledge_gauges import feed_gauges, hit_gauges, index_gauges, remote_gauges
 from kvroute.router.metrics import Metrics
 from kvroute.router.parsed_request import KeySets, ParsedRequest
-from kvroute.router.workers import Eligible, Member, Registry
+from kvroute.router.workers import Member, Registry
 from kvroute.types import NO_MATCH, KeyMode, Outcome, PrefixMatch, PromptKeys, Trust
 
 if TYPE_CHECKING:

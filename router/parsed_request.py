@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from kvroute.conductor.keys import TOKEN_ID_BYTES, byte_keys, token_keys
 from kvroute.conductor.tokens.outcome import Unavailable
+from kvroute.router.eligible import Task
 from kvroute.types import PromptKeys, RequestView
 
 NO_KEYS = ("route", "content_type", "empty", "shape", "short")
@@ -68,6 +69,8 @@ class ParsedRequest(Struct):
     _root: int = 0
     """Root of the key chain: what separates this prompt from equal text elsewhere."""
     _keys: tuple[Sequence[int], KeySets] | None = None
+    task: Task = Task.SPLIT
+    """What of it one worker may be given."""
 
     def take_tokens(self, ids: tuple[bytes, ...], root: int) -> None:
         """Make the keys of these tokens, in the namespace of `root`."""

@@ -85,6 +85,7 @@ class GatewayServer:
             limits=config.limits,
             clock=monotonic,
             make_pace=partial(make_pace, config),
+            splits=config.pd.connector is not None,
         )
         self.registry.on_change(self._member_changed)
         self._prober = Prober(self.registry, config.health)
@@ -97,6 +98,7 @@ class GatewayServer:
             config, self.registry, self.knowledge, self.metrics, policy=self._policy, shadow=self._shadow
         )
         self.waiting, self._tokens, self._hints = services.waiting, services.tokens, services.hints
+        self._pd = services.pd
         if self._tokens is not None:
             self._tokens.start()
         explainer = Explainer(services)
@@ -174,6 +176,7 @@ class GatewayServer:
         await self._prober.close()
         if self._hints is not None:
             await self._hints.closer.stop()
+        await self._pd.releaser.stop()
         if self.snapshots is not None:
             await self.snapshots.stop()
         for member in list(self.registry.members.values()):

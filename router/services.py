@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvroute.clock import monotonic
 from kvroute.config import Config
 from kvroute.config_groups import WorkerConfig
-from kvroute.policies.costs.links import LINKS, Link
+from kvroute.policies.costs.links import LINKS, Link, PdLinks
 from kvroute.policies.costs.pace import Pace
 from kvroute.preset_file import load_speed
 from kvroute.router.decision_log import DecisionLog
@@ -16,6 +16,9 @@ from kvroute.router.hints.hints import Hints
 from kvroute.router.knowledge import Knowledge
 from kvroute.router.metrics import Metrics
 from kvroute.router.pacing import Pacing
+from kvroute.router.pd.books import Books, shorter
+from kvroute.router.pd.metrics import PdMetrics
+from kvroute.router.pd.service import Pd
 from kvroute.router.retry import RetryBudget
 from kvroute.router.token_source import GatewayTokens
 from kvroute.router.waiting import Waiting
@@ -44,6 +47,7 @@ def make_services(
         clock=monotonic,
         decision_log=decision_log,
         peer_link=_peer_link(config),
+        pd_links=PdLinks(**{near: LINKS[name] for near, name in config.pd.links.model_dump().items()}),
     )
     limits = config.limits
     waiting = Waiting(
@@ -56,6 +60,18 @@ def make_services(
     if config.retention.hints:
         options = HintOptions(**config.retention.model_dump(exclude={"hints", "p2p_link"}))
         hints = Hints(options, registry, metrics)
+    pacing = Pacing(registry, dispatcher.lengths, metrics, monotonic)
+    pd = config.pd
+    books = Books(
+        config,
+        registry,
+        metrics,
+        PdMetrics(),
+        pacing,
+        knowledge,
+        shorter(config.timeouts, pd.prefill_timeout_s),
+        shorter(config.timeouts, pd.decode_timeout_s),
+    )
     return Services(
         config,
         registry,
@@ -64,8 +80,9 @@ def make_services(
         RetryBudget(config.retry),
         knowledge,
         waiting,
-        Pacing(registry, dispatcher.lengths, metrics, monotonic),
+        pacing,
         decision_log,
+        Pd(books, dispatcher),
         tokens,
         hints,
     )

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -20,9 +20,11 @@ from kvroute.endpoint import Endpoint
 from kvroute.load import Charge, WorkerLoad
 from kvroute.policies.costs.pace import Pace
 from kvroute.router.breaker import Breaker
+from kvroute.router.eligible import Eligible, Task, select
 from kvroute.router.errors import Failure, GatewayError, shorten
+from kvroute.router.pd.detecting import Transfer
 from kvroute.router.pool import UpstreamPool
-from kvroute.types import EngineKind, Outcome, Worker
+from kvroute.types import EngineKind, Outcome, Place, Role, Worker
 
 log = structlog.get_logger(__name__)
 
@@ -75,6 +77,12 @@ class Member:
     """Where each data-parallel rank publishes its KV events, as the engine says; None until it has said."""
     refuses_event_sources: bool = False
     """It wants other credentials before it says where."""
+    transfer: Transfer | None = None
+    """How it hands KV over, as it says of itself; None while it has not said."""
+    reported: bool = False
+    """Whether its metrics were ever read."""
+    kv_expired: int | None = None
+    """As `EngineMetrics.kv_expired`, of the last scrape."""
     cards: Sequence[dict[str, Any]] = ()
     """Its cards of /v1/models, every field kept."""
     host_line: bytes = field(init=False)
@@ -90,6 +98,10 @@ class Member:
     def requests(self) -> int:
         """Leases of this gateway that are not yet released."""
         return self.load.requests - self.others_requests
+
+    def is_well(self, now_s: float) -> bool:
+        """Nothing speaks against sending it a request."""
+        return self.state is State.READY and self.breaker.allows(now_s)
 
     def __repr__(self) -> str:
         return f"<Member {self.worker.id} {self.state.value} requests={self.requests} {self.breaker!r}>"
@@ -117,29 +129,6 @@ def identities(member: Member) -> Iterator[tuple[str, Identity]]:
     for card in member.cards:
         name = card["id"]
         yield name, Identity(base, name if card.get("parent") else None, engine)
-
-
-@dataclass(frozen=True, slots=True)
-class Eligible:
-    """Members that may take a request now; parallel sequences, never empty."""
-
-    members: Sequence[Member]
-    workers: Sequence[Worker]
-    loads: Sequence[WorkerLoad]
-    ids: Sequence[str]
-    paces: Sequence[Pace]
-
-    @classmethod
-    def of(cls, members: Iterable[Member]) -> Eligible:
-        chosen = tuple(members)
-        workers = tuple(member.worker for member in chosen)
-        return cls(
-            chosen,
-            workers,
-            tuple(member.load for member in chosen),
-            tuple(worker.id for worker in workers),
-            tuple(member.pace for member in chosen),
-        )
 
 
 class Lease:
@@ -180,18 +169,23 @@ class Registry:
         limits: Limits,
         clock: Clock,
         make_pace: Callable[[WorkerConfig], Pace] = lambda _config: Pace(),
+        splits: bool = False,
         seed: int = 0,
     ) -> None:
+        """`splits`: workers for both may share a request too, not only prefill and decode workers."""
         self._make_pool = make_pool
         self._make_pace = make_pace
         self._health = health
         self._breaker = breaker
         self._limits = limits
+        self._splits = splits
         self.clock = clock
         self._random = random.Random(seed)
         self._numbers = itertools.count(1)
         self.members: dict[str, Member] = {}
-        self._eligible: dict[str | None, Eligible] = {}
+        self.splits = splits
+        """Whether a request may be shared by two workers."""
+        self._eligible: dict[tuple[str | None, Task], Eligible] = {}
         self._models: frozenset[str] = frozenset()
         self._identities: dict[str, Identity] = {}
         self._ramping: set[Member] = set()
@@ -221,7 +215,10 @@ class Registry:
         worker = Worker(
             id=f"{endpoint.url.partition('://')[2]}~{next(self._numbers)}",
             url=endpoint.url,
+            role=config.role,
             engine=config.engine or EngineKind.OPENAI,
+            takes_whole=config.role is not Role.PREFILL,
+            place=Place(**config.place.model_dump()),
         )
         member = Member(
             worker,
@@ -282,6 +279,15 @@ class Registry:
             member.worker = worker
             self._notify(member)
 
+    def set_transfer(self, member: Member, transfer: Transfer) -> None:
+        """The engine has said how it hands KV over; for which half of requests counts unless configured."""
+        log.info("kv transfer", worker=member.worker.id, by=transfer.engine_name, way=transfer.connector)
+            "kv transfer", worker=member.worker.id, by=transfer.engine_name, connector=transfer.connector
+        )
+        member.transfer = transfer
+        if transfer.role is not None and "role" not in member.config.model_fields_set:
+            self.update(member, role=transfer.role, takes_whole=transfer.role is not Role.PREFILL)
+
     def set_event_sources(self, member: Member, sources: Mapping[str, Mapping[str, Any]]) -> None:
         """The engine has said where it publishes its KV events, or that it publishes none."""
         member.kv_event_sources = sources
@@ -302,6 +308,7 @@ class Registry:
         """Forget cached answers."""
         self._eligible.clear()
         live = [m for m in self.members.values() if m.state is not State.GONE]
+        self.splits = self._splits or any(m.worker.role is not Role.BOTH for m in live)
         self._models = frozenset(name for m in live for name in m.worker.models)
         self._identities = {}
         for name, identity in itertools.chain.from_iterable(map(identities, live)):
@@ -331,35 +338,30 @@ class Registry:
         """At least one worker could be given a request."""
         return any(m.state in (State.READY, State.UNHEALTHY) for m in self.members.values())
 
-    def eligible(self, model: str | None, now_s: float, tried: Collection[Member] = ()) -> Eligible:
+    def eligible(
+        self, model: str | None, now_s: float, tried: Collection[Member] = (), task: Task = Task.SPLIT
+    ) -> Eligible:
         """Who may take a request for `model` that `tried` have failed; GatewayError 404, 429 or 503."""
         if now_s >= self._stale_at_s:
             self.changed()
-        key = model if model is None or model in self._models else ""
+        key = model if model is None or model in self._models else "", task
         found = self._eligible.get(key)
         if found is None:
-            found = self._eligible[key] = self._find(model, now_s)
+            found = self._eligible[key] = self._find(model, task, now_s)
         if tried:
-            rest = [member for member in found.members if member not in tried]
-            if not rest:
+            rest = found.without(tried)
+            if rest is None:
                 message = "every worker that could take this request has failed it"
                 raise GatewayError(Failure.NO_WORKER, message)
-            found = Eligible.of(rest)
+            found = rest
         return self._without_ramping(found, now_s) if self._ramping else found
 
-    def _find(self, model: str | None, now_s: float) -> Eligible:
+    def _find(self, model: str | None, task: Task, now_s: float) -> Eligible:
         able = [m for m in self.members.values() if m.state in (State.READY, State.UNHEALTHY)]
         reachable = [m for m in able if m.worker.serves(model)]
         if not reachable:
             raise self._nobody_serves(model, some_able=bool(able))
-        limit = self._limits.requests_per_worker
-        with_room = [m for m in reachable if m.requests < limit]
-        if not with_room:
-            message = f"every worker has {limit} requests in flight (limits.requests_per_worker)"
-            raise GatewayError(Failure.OVERLOADED, message, retry_after_s=1)
-        # When no worker is well, trying one beats refusing: probes can be wrong.
-        well = [m for m in with_room if m.state is State.READY and m.breaker.allows(now_s)]
-        return Eligible.of(well or with_room)
+        return select(reachable, task, self._limits.requests_per_worker, now_s, splits=self._splits)
 
     def _nobody_serves(self, model: str | None, *, some_able: bool) -> GatewayError:
         """404 when workers are there and none knows the model, 503 when it may only be a matter of time."""
@@ -378,13 +380,13 @@ class Registry:
             self._ramping.discard(member)
         if not self._ramping or self._ramping.issuperset(found.members):
             return found
-        kept = [
+        left_out = [
             m
             for m in found.members
-            if m not in self._ramping
-            or self._random.random() < max(MIN_RAMP_WEIGHT, (now_s - m.ready_since_s) / ramp_s)
+            if m in self._ramping
+            and self._random.random() >= max(MIN_RAMP_WEIGHT, (now_s - m.ready_since_s) / ramp_s)
         ]
-        return found if len(kept) == len(found.members) else Eligible.of(kept)
+        return (found.without(left_out) or found) if left_out else found
 
     def answered(self, member: Member) -> None:
         """The first byte of a good response: enough to know that the worker is well."""

@@ -93,7 +93,7 @@ def test_workers_in_the_environment_are_a_json_list(monkeypatch: pytest.MonkeyPa
         ({"health": {"every_s": 1}}, r"^health\.every_s: unknown field; accepted: interval_s, timeout_s, "),
         (
             {"workers": [{"url": "http://a:1", "keys": 1}]},
-            r"^workers\.0\.keys: unknown field; accepted: url, engine, api_key",
+            r"^workers\.0\.keys: unknown field; accepted: url, engine, role, place",
         ),
         (
             {"shadow_policy": {"name": "x", "seed": 1}},

@@ -41,6 +41,15 @@ Workers = Annotated[
     list[str] | None,
     typer.Option("--worker", help="URL of an engine; repeat for more. http, https or unix:///path."),
 ]
+Prefill = Annotated[list[str] | None, typer.Option("--prefill", help="URL of an engine that only prefills.")]
+Decode = Annotated[list[str] | None, typer.Option("--decode", help="URL of an engine that decodes.")]
+PdConnector = Annotated[
+    str | None,
+    typer.Option(
+        "--pd-connector",
+        help="nixl, mooncake, p2p-nccl, sglang, shared-storage or decode-first [default: as told].",
+    ),
+]
 AdminPort = Annotated[int | None, typer.Option("--admin-port", help="Port of the admin API [default: 8081].")]
 LogLevel = Annotated[str | None, typer.Option("--log-level", help="debug, info, warning or error.")]
 
@@ -58,6 +67,15 @@ def _resolve(path: Path | None, **flags: Any) -> Config:
         _fail(str(error))
 
 
+def _workers(
+    both: list[str] | None, prefill: list[str] | None, decode: list[str] | None
+) -> list[dict[str, str]] | None:
+    """As the configuration has them; None where no flag names one."""
+    halves = (("prefill", prefill), ("decode", decode))
+    given = [{"url": url} for url in both or ()]
+    return [*given, *({"url": url, "role": role} for role, urls in halves for url in urls or ())] or None
+
+
 def _fail(message: str) -> NoReturn:
     typer.echo(f"kvroute: {message}", err=True)
     raise typer.Exit(2)
@@ -71,6 +89,9 @@ def serve(
     policy: PolicyName = None,
     shadow_policy: ShadowName = None,
     worker: Workers = None,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    pd_connector: PdConnector = None,
     admin_port: AdminPort = None,
     log_level: LogLevel = None,
 ) -> None:
@@ -85,7 +106,8 @@ def serve(
         port=port,
         policy=policy,
         shadow_policy=shadow_policy,
-        workers=worker or None,
+        workers=_workers(worker, prefill, decode),
+        pd=pd_connector and {"connector": pd_connector},
         admin_port=admin_port,
         log_level=log_level,
     )
@@ -127,7 +149,16 @@ def mock_engine(
     port: Annotated[
         int, typer.Option(help="Port of the first engine, the others follow; 0 takes free ones.")
     ] = 0,
-    engines: Annotated[int, typer.Option(help="How many engines.")] = 1,
+    engines: Annotated[
+        int | None, typer.Option(help="Engines of both roles [default: 1, or 0 beside other roles].")
+    ] = None,
+    prefill: Annotated[int, typer.Option(help="Engines of the prefill role, the first ones.")] = 0,
+    decode: Annotated[int, typer.Option(help="Engines of the decode role, the last ones.")] = 0,
+    pd_connector: Annotated[
+        str, typer.Option(help="nixl, mooncake, sglang, shared-storage or p2p-nccl.")
+    ] = "",
+    kv_lease: Annotated[float, typer.Option(help="Seconds KV is kept for a decode engine.")] = 30.0,
+    register_at: Annotated[str, typer.Option(help="ROUTER for p2p-nccl, as tcp://host:port.")] = "",
     seed: Annotated[int, typer.Option(help="Seed of outputs and block hashes.")] = 0,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     model: Annotated[str, typer.Option(help="Name of the model served.")] = "mock",
@@ -156,7 +187,12 @@ def mock_engine(
         options = MockOptions(
             host=host,
             port=port,
-            engines=engines,
+            engines=prefill + decode + (engines if engines is not None else int(not prefill + decode)),
+            prefill=prefill,
+            decode=decode,
+            connector=pd_connector,
+            kv_lease_s=kv_lease,
+            register_at=register_at,
             seed=seed,
             model=model,
             preset=preset,

@@ -34,6 +34,9 @@ class PdConfig(Group):
     prefill_timeout_s: Seconds = Field(
         default=120.0, description="of a prefill leg; then another worker does it, or the decode worker all"
     )
+    decode_timeout_s: Seconds = Field(
+        default=120.0, description="from the handoff to the first byte of a stream; then another attempt"
+    )
     prepare_timeout_s: Seconds = Field(
         default=2.0, description="what a connector has to ask a worker before it can be used"
     )

@@ -16,13 +16,24 @@ STATUS = {
     429: {Failure.OVERLOADED, Failure.REJECTED},
     431: {Failure.HEADERS_TOO_LARGE},
     500: {Failure.INTERNAL},
-    502: {Failure.CONNECT_REFUSED, Failure.CONNECT_FAILED, Failure.RESET, Failure.BAD_RESPONSE, Failure.DIED},
+    502: {
+        Failure.CONNECT_REFUSED,
+        Failure.CONNECT_FAILED,
+        Failure.RESET,
+        Failure.BAD_RESPONSE,
+        Failure.DIED,
+        Failure.PREFILL_REFUSED,
+        Failure.NO_HANDOFF,
+        Failure.HANDOFF_EXPIRED,
+    },
     503: {Failure.NO_WORKER, Failure.EXHAUSTED},
     504: {
         Failure.CONNECT_TIMEOUT,
         Failure.FIRST_BYTE_TIMEOUT,
         Failure.IDLE_TIMEOUT,
         Failure.TOTAL_TIMEOUT,
+        Failure.PREFILL_TIMEOUT,
+        Failure.DECODE_TIMEOUT,
     },
 }
 

@@ -1,0 +1,168 @@
+"""The prefill leg of a split request: sent, read to its end, and told to the books."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import orjson
+from msgspec.structs import replace
+
+from kvroute.clock import monotonic
+from kvroute.router.dispatch import PrefillHalf
+from kvroute.router.errors import Failure, GatewayError, shorten
+from kvroute.router.heads import request_head
+from kvroute.router.meter import NO_USAGE, Meter, Usage
+from kvroute.router.pd.books import Books
+from kvroute.router.pd.connector import Header
+from kvroute.router.request_parser import Request
+from kvroute.router.sending import Sending
+from kvroute.router.upstream import Response
+from kvroute.types import Outcome
+
+MAX_KEPT_BYTES = 16 * 2**20
+"""Of an answer that is needed whole; a longer one hands nothing over."""
+MAX_SAID_CHARS = 300
+REFUSALS = range(400, 500)
+BUSY = (408, 429)
+"""Which of them say nothing of the request itself."""
+
+
+class PrefillFailed(GatewayError):
+    """The prefill leg's fault, or nobody's: the decode worker is not to blame."""
+
+    def __init__(self, failure: Failure, message: str, status: int | None = None) -> None:
+        super().__init__(failure, f"prefill: {message}", upstream_status=status)
+
+    @property
+    def asks_for_whole(self) -> bool:
+        """The request can be done, but not like this: no other prefill worker is worth a try."""
+        return self.failure in (Failure.PREFILL_REFUSED, Failure.NO_HANDOFF)
+
+    @property
+    def is_nobodys(self) -> bool:
+        """The same worker may be tried again."""
+        return self.failure is Failure.HANDOFF_EXPIRED
+
+
+class PrefillLeg:
+    """`run` once, then `end`, which is idempotent and never fails."""
+
+    def __init__(
+        self, books: Books, half: PrefillHalf, chosen_s: float, record: Callable[[Outcome], None]
+    ) -> None:
+        self._books = books
+        self._half = half
+        self._chosen_s = chosen_s
+        self._record = record
+        self._sending = Sending(half.member, books.metrics)
+        self._meter = Meter(None)
+        self._pieces: list[bytes] = []
+        self._status: int | None = None
+        self._failure: str | None = None
+        self._over = False
+        self._ended = False
+
+    async def run(
+        self, request: Request, body: bytes, headers: Sequence[Header], deadline_s: float, *, keeps: bool
+    ) -> bytes:
+        """The body of its answer, where it is to be kept; raises `PrefillFailed`."""
+        books, member = self._books, self._half.member
+        head = request_head(replace(request, body=body), member, books.config, "", None, headers)
+        try:
+            response = await self._sending.post(head, body, books.prefill_timeouts, deadline_s)
+            assert response is not None
+            self._status = response.status
+            await self._read(response, keeps=keeps or response.status != 200)
+        except GatewayError as error:
+            failure = error.failure
+            if failure is Failure.FIRST_BYTE_TIMEOUT and books.prefill_is_short:
+                failure = Failure.PREFILL_TIMEOUT
+            raise self.failed(failure, error.message, error.upstream_status) from None
+        self._over = True
+        return self._checked(response.status)
+
+    async def _read(self, response: Response, *, keeps: bool) -> None:
+        connection, meter, pieces = self._sending.connection, self._meter, self._pieces
+        assert connection is not None
+
+        def feed(data: bytes, now_s: float) -> None:
+            meter.feed(data, now_s)
+            if keeps and meter.body_bytes <= MAX_KEPT_BYTES:
+                pieces.append(data)
+
+        if connection.error is not None:
+            raise connection.error
+        if first := connection.take_body():
+            feed(first, monotonic())
+        if not connection.complete:
+            await connection.stream_to(feed)
+
+    def _checked(self, status: int) -> bytes:
+        answer = b"".join(self._pieces)
+        if status == 200:
+            return answer
+        said = shorten(answer.decode("utf-8", "replace"), MAX_SAID_CHARS)
+        failure = Failure.BAD_RESPONSE
+        if status in REFUSALS and status not in BUSY:
+            failure = Failure.PREFILL_REFUSED
+        else:
+            self._failure = f"status_{status}"
+        raise PrefillFailed(failure, f"worker answered {status}: {said}", status)
+
+    def failed(self, failure: Failure, message: str, status: int | None = None) -> PrefillFailed:
+        """Note that its worker has failed."""
+        self._failure = failure.value
+        return PrefillFailed(failure, message, status)
+
+    def fault(self, message: str) -> PrefillFailed:
+        """Its answer is none that a decode worker could go on with."""
+        if self._says_error():
+            return self.failed(Failure.BAD_RESPONSE, message, self._status)
+        return PrefillFailed(Failure.NO_HANDOFF, message, self._status)
+
+    def _says_error(self) -> bool:
+        try:
+            answer = orjson.loads(b"".join(self._pieces))
+        except orjson.JSONDecodeError:
+            return True
+        return not isinstance(answer, dict) or bool(answer.get("error"))
+
+    @property
+    def usage(self) -> Usage:
+        """What the answer says of it, once it is there."""
+        return self._meter.usage() if self._over else NO_USAGE
+
+    def cut_off(self) -> bytes | None:
+        """A whole answer that has arrived and was not waited for any more; None when there is none."""
+        connection = self._sending.connection
+        if self._over or connection is None or not connection.complete:
+            return None
+        return b"".join(self._pieces) + connection.take_body()
+
+    def end(self) -> None:
+        """Its connection goes back or is closed, what came of it is recorded, its lease is released."""
+        if self._ended:
+            return
+        self._ended = True
+        self._sending.finish()
+        try:
+            self._record(self._outcome())
+        finally:
+            self._half.lease.release()
+
+    def _outcome(self) -> Outcome:
+        usage, first_s = self.usage, self._meter.first_s
+        status = self._status if self._over or self._failure is not None else None
+        return Outcome(
+            self._half.member.worker,
+            status,
+            self._failure,
+            None if first_s is None else first_s - self._chosen_s,
+            monotonic() - self._chosen_s,
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            None,
+            self._half.match.tokens,
+            None,
+            self._half.prediction,
+        )

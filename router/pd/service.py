@@ -1,0 +1,166 @@
+"""Split requests, as the gateway's other parts see them."""
+
+from __future__ import annotations
+
+import structlog
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvroute.policies.costs.links import nearness
+from kvroute.router.dispatch import Choice, Dispatcher, PrefillHalf
+from kvroute.router.eligible import Task
+from kvroute.router.errors import Failure, GatewayError
+from kvroute.router.pd.body import Fields, leg_body, without
+from kvroute.router.pd.books import Asked, Books
+from kvroute.router.pd.connector import Connector, Pair
+from kvroute.router.pd.connectors.fields import CLIENT_FIELDS
+from kvroute.router.pd.measuring import HandoffSpeeds
+from kvroute.router.pd.planning import plan, read_body
+from kvroute.router.pd.registry import make_connector
+from kvroute.router.pd.releasing import Release, Releaser
+from kvroute.router.pd.split import Kept, Split
+from kvroute.router.request_parser import Request
+from kvroute.router.workers import Member, State
+from kvroute.types import EngineKind, Outcome, Role
+
+log = structlog.get_logger(__name__)
+
+MAX_SHAKEN = 4096
+RANK_HEADERS = frozenset({b"x-data-parallel-rank"})
+
+
+class Planned(Struct, frozen=True):
+    """A request that may be split, as it goes on."""
+
+    request: Request
+    fields: Fields | None
+    task: Task
+    why_not: str
+
+
+class Pd:
+    """Asked where `registry.splits`. Connectors are made when first needed, and live as long as this."""
+
+    def __init__(self, books: Books, dispatcher: Dispatcher) -> None:
+        self.books = books
+        self._dispatcher = dispatcher
+        self._config = books.config.pd
+        self._connectors: dict[str, Connector] = {}
+        self._shaken: dict[tuple[str, str], None] = {}
+        """Pairs that have handed over: a decode worker reaches those prefill workers at once."""
+        self.releaser = Releaser(books.pd_metrics.releases)
+        self._speeds = HandoffSpeeds(dispatcher)
+        if self._config.connector is not None:
+            self._named(self._config.connector)
+        books.registry.on_change(self._changed)
+        books.metrics.add_source(books.pd_metrics)
+
+    # --- before anything is chosen -------------------------------------------------------------
+
+    def plan(self, request: Request) -> Planned:
+        """What may be done with a request, and the request without a client's own transfer fields."""
+        fields = read_body(request)
+        way = self._config.client_fields
+        if way != "forward":
+            request, fields = self._cleaned(request, fields, refuse=way == "refuse")
+        task, why_not = plan(request, fields, self._any_connector())
+        self.books.pd_metrics.requests.add("whole" if why_not else "split", why_not or "can")
+        return Planned(request, fields, task, why_not)
+
+    def _cleaned(
+        self, request: Request, fields: Fields | None, *, refuse: bool
+    ) -> tuple[Request, Fields | None]:
+        given = sorted(CLIENT_FIELDS & fields.keys()) if fields is not None else _odd_fields(request.body)
+        ranks = RANK_HEADERS & request.fields.keys()
+        count = self.books.pd_metrics.client_fields
+        if not given and not ranks:
+            return request, fields
+        if given and (refuse or fields is None):
+            count.add(given[0], "refused")
+            message = f"{given[0]} is the gateway's own field here; a request without it is expected"
+            raise GatewayError(Failure.MALFORMED, message, param=given[0])
+        for name in (*given, *(name.decode() for name in ranks)):
+            count.add(name, "stripped")
+        if given and fields is not None:
+            fields = without(fields, CLIENT_FIELDS)
+            request = replace(request, body=leg_body(fields, {}))
+        if ranks:
+            headers = [header for header in request.headers if header[0].lower() not in ranks]
+            kept = {name: value for name, value in request.fields.items() if name not in ranks}
+            request = replace(request, headers=headers, fields=kept)
+        return request, fields
+
+    def split(self, planned: Planned, asked: Asked, deadline_s: float) -> Split:
+        assert planned.fields is not None
+        return Split(self, planned.request, planned.fields, asked, deadline_s)
+
+    # --- connectors ----------------------------------------------------------------------------
+
+    def connector(self, prefill: Member) -> Connector:
+        """The configured one, else by what the worker tells of itself."""
+        if self._config.connector is not None:
+            return self._named(self._config.connector)
+        told = None if prefill.transfer is None else prefill.transfer.connector
+        is_sglang = prefill.worker.engine is EngineKind.SGLANG
+        return self._named(told or ("sglang" if is_sglang else "nixl"))
+
+    def _any_connector(self) -> Connector:
+        """Of the workers that prefill, the first one's: a fleet has one."""
+        members = self.books.registry.members.values()
+        first = next((m for m in members if m.worker.role is not Role.DECODE), None)
+        return self._named(self._config.connector or "nixl") if first is None else self.connector(first)
+
+    def _named(self, name: str) -> Connector:
+        """Raises `ConnectorError` for one that does not load, which the configuration's does at the start."""
+        connector = self._connectors.get(name)
+        if connector is None:
+            connector = self._connectors[name] = make_connector(name, self._config)
+        return connector
+
+    def _changed(self, member: Member) -> None:
+        if member.state is State.GONE:
+            for connector in self._connectors.values():
+                connector.forget(member)
+            for pair in [pair for pair in self._shaken if member.worker.id in pair]:
+                del self._shaken[pair]
+        elif member.worker.role is Role.DECODE:
+            takes_whole = self.connector(member).decode_takes_whole
+            self.books.registry.update(member, takes_whole=takes_whole)
+
+    # --- what split requests tell (`split.Desk`) -----------------------------------------------
+
+    def prefilled(self, choice: Choice, asked: Asked, outcome: Outcome) -> None:
+        half = choice.prefill
+        assert half is not None
+        teaches = not self.connector(half.member).is_concurrent
+        self.books.prefilled(choice, half, asked, outcome, teaches=teaches)
+
+    def handed_over(self, half: PrefillHalf, pair: Pair, handoff_s: float) -> None:
+        metrics = self.books.pd_metrics
+        metrics.kv_bytes.add(by=half.payload_bytes)
+        if half.handoff_s > 0:
+            metrics.handoff_error.of().observe(handoff_s / half.handoff_s)
+        self._speeds.observe(nearness(pair.prefill.worker, pair.decode.worker), half.payload_bytes, handoff_s)
+        self._shaken[pair.prefill.worker.id, pair.decode.worker.id] = None
+        if len(self._shaken) > MAX_SHAKEN:
+            del self._shaken[next(iter(self._shaken))]
+
+    def spoiled(self, decode: Member) -> None:
+        log.error("kv fetched too late", worker=decode.worker.id, prefix_cache="reset, if the engine can")
+        self.releaser.reset(decode)
+
+    def let_go(self, kept: Kept, decode: Member) -> None:
+        told = kept.connector.release(kept.pair, kept.handoff)
+        if told is None:
+            return
+        prefill = kept.pair.prefill
+        ready = [member for member in self.books.registry.members.values() if member.state is State.READY]
+        others = [one for one in ready if one.worker.role is not Role.PREFILL and one is not prefill]
+        shaken = self._shaken
+        others.sort(key=lambda one: ((prefill.worker.id, one.worker.id) not in shaken, one is not decode))
+        self.releaser.release(Release(*told, others, kept.until_s))
+
+
+def _odd_fields(body: bytes) -> list[str]:
+    """Transfer fields in a body that cannot be changed: looked for as they are usually written."""
+    return sorted(name for name in CLIENT_FIELDS if b'"%b"' % name.encode() in body)

@@ -1,0 +1,428 @@
+"""The life of a split request: prefill on one worker, decode on another. All of it is in this file.
+
+    chosen -> prefilling -> prefilled -> handed -> decoding -> done
+      ^___________|____________|___________|          |
+         another attempt, on other workers          failed
+
+A concurrent connector sends both legs at once: from prefilling it goes to handed when the prefill's answer
+is there, or straight to decoding. Up to `decoding`, which is the first byte of a good answer, nothing has
+reached the client and another attempt is possible; from there on there is none.
+
+What lies at the prefill worker between `prefilled` and `decoding` has one owner, `Kept`. It goes to a second
+decode worker only if the first never got it: whoever got it may have fetched it, and engines answer a
+second fetch with wrong text and status 200. It is not sent when it is nearly too old, and an answer that
+comes later than that is not used if the prefill worker has let any KV go since. Whatever ends an attempt, in
+whatever phase, ends in `end`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from contextlib import suppress
+from enum import StrEnum
+from functools import partial
+from typing import Any, Protocol
+
+import orjson
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvroute.clock import monotonic
+from kvroute.router.discovery import read_metrics
+from kvroute.router.dispatch import Choice, PrefillHalf
+from kvroute.router.errors import Failure, GatewayError
+from kvroute.router.heads import request_head
+from kvroute.router.pd.body import Fields, leg_body, short_prefill
+from kvroute.router.pd.books import Asked, Books
+from kvroute.router.pd.connector import CannotHandOver, Connector, Leg, Pair
+from kvroute.router.pd.planning import count_prompts
+from kvroute.router.pd.prefill_leg import PrefillFailed, PrefillLeg
+from kvroute.router.probe import get
+from kvroute.router.request_parser import Request
+from kvroute.router.sending import Sending
+from kvroute.router.upstream import Response
+from kvroute.router.workers import Member
+from kvroute.types import Outcome
+
+SEND_WITHIN = 0.8
+"""Of the engines' lease: later KV is not sent."""
+BLAME_S = 0.05
+"""When a decode worker fails, the cause may be a prefill worker that fails at the same time."""
+NEVER_SENT = frozenset(
+    {Failure.CONNECT_REFUSED, Failure.CONNECT_FAILED, Failure.CONNECT_TIMEOUT, Failure.EXHAUSTED}
+)
+"""Failures of a leg of which its worker has heard nothing."""
+ASK_S = 5.0
+"""For a prefill worker's count of what it has let go."""
+
+
+class Phase(StrEnum):
+    CHOSEN = "chosen"
+    PREFILLING = "prefilling"
+    PREFILLED = "prefilled"
+    HANDED = "handed"
+    DECODING = "decoding"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Kept(Struct):
+    """KV that lies at a prefill worker for one request."""
+
+    connector: Connector
+    pair: Pair
+    handoff: Any
+    since_s: float
+    until_s: float
+    """Then it is gone."""
+    expired: int
+    """How often the worker had let KV go by then."""
+
+    @property
+    def send_by_s(self) -> float:
+        return self.since_s + SEND_WITHIN * (self.until_s - self.since_s)
+
+
+class Desk(Protocol):
+    """What a split request needs of the gateway."""
+
+    books: Books
+
+    def connector(self, prefill: Member) -> Connector: ...
+
+    def prefilled(self, choice: Choice, asked: Asked, outcome: Outcome) -> None:
+        """A prefill leg is over."""
+        ...
+
+    def handed_over(self, half: PrefillHalf, pair: Pair, handoff_s: float) -> None:
+        """From the prefill's answer to the first byte of the decode worker."""
+        ...
+
+    def spoiled(self, decode: Member) -> None:
+        """It may have fetched KV that was another's by then, and may answer from it again."""
+        ...
+
+    def let_go(self, kept: Kept, decode: Member) -> None:
+        """Nobody will fetch it; `decode` was to."""
+        ...
+
+
+class Split:
+    """One request, over its attempts: `send` and `end` for each.
+
+    `sending` is the decode leg's, from which the answer is relayed.
+    """
+
+    def __init__(self, desk: Desk, request: Request, fields: Fields, asked: Asked, deadline_s: float) -> None:
+        self._desk = desk
+        self._request = request
+        self._fields = fields
+        self._asked = asked
+        self._deadline_s = deadline_s
+        self.phase = Phase.CHOSEN
+        self.sending: Sending | None = None
+        self.cached_tokens: int | None = None
+        """What the prefill found in a cache; None where it does not say."""
+        self._leg: PrefillLeg | None = None
+        self._tasks: tuple[asyncio.Task[Any], ...] = ()
+        self._kept: Kept | None = None
+        self._keeps = False
+        self._since_s = 0.0
+        """When this phase began."""
+
+    def __repr__(self) -> str:
+        return f"<Split {self._asked.request_id} {self.phase.value} kept={self._kept is not None}>"
+
+    async def send(self, choice: Choice) -> Response:
+        """One attempt: the decode worker's response, its first byte here.
+
+        Raises `PrefillFailed`, and GatewayError where the decode leg failed.
+        """
+        assert choice.prefill is not None
+        self._choice, self._half = choice, choice.prefill
+        self._connector = self._desk.connector(self._half.member)
+        self.sending = Sending(choice.member, self._desk.books.metrics)
+        self._enter(Phase.CHOSEN)
+        try:
+            if self._kept is None:
+                await self._prepare()
+            if self._connector.is_concurrent:
+                response = await self._both()
+            else:
+                if self._kept is None:
+                    await self._prefill()
+                response = await self._hand_over()
+            if response.status < 400:
+                await self._check_age()
+        except GatewayError as error:
+            if not isinstance(error, PrefillFailed):
+                self._desk.books.pd_metrics.failures.add("decode", error.failure.value)
+            self._fail()
+            raise
+        if response.status < 400:
+            self._decodes()
+        else:
+            self._fail()
+        return response
+
+    # --- prefill -------------------------------------------------------------------------------
+
+    async def _prepare(self) -> None:
+        """A pair with an id of its own, and what the connector has to ask of it."""
+        choice, half = self._choice, self._half
+        self._pair = Pair(
+            half.member,
+            choice.member,
+            f"{self._asked.request_id}-{secrets.token_hex(8)}",
+            count_prompts(self._request.target.partition(b"?")[0], self._fields),
+            half.match.dp_rank,
+        )
+        self._leg = PrefillLeg(
+            self._desk.books, half, choice.chosen_s, partial(self._desk.prefilled, choice, self._asked)
+        )
+        try:
+            async with asyncio.timeout(self._desk.books.config.pd.prepare_timeout_s):
+                self._prepared = await self._connector.prepare(self._pair)
+        except CannotHandOver as fault:
+            raise self._leg.failed(Failure.BAD_RESPONSE, str(fault)) from None
+        except TimeoutError:
+            raise self._leg.failed(Failure.PREFILL_TIMEOUT, "pd.prepare_timeout_s passed") from None
+        except GatewayError as error:
+            raise self._leg.failed(error.failure, error.message) from None
+
+    async def _prefill(self) -> None:
+        """Until its whole answer is there, and says what it hands over."""
+        self._enter(Phase.PREFILLING)
+        leg = self._leg
+        assert leg is not None
+        answer = await self._run_prefill(leg)
+        self._prefilled(leg, self._read_handoff(leg, answer))
+
+    def _read_handoff(self, leg: PrefillLeg, answer: bytes) -> Any:
+        try:
+            fields = orjson.loads(answer)
+            if not isinstance(fields, dict):
+                raise CannotHandOver("its answer is no JSON object")
+            return self._connector.handoff(fields)
+        except (orjson.JSONDecodeError, CannotHandOver) as fault:
+            raise leg.fault(str(fault)) from None
+
+    async def _run_prefill(self, leg: PrefillLeg) -> bytes:
+        connector = self._connector
+        try:
+            own = connector.prefill_leg(self._pair)
+        except CannotHandOver as fault:
+            raise leg.failed(Failure.BAD_RESPONSE, str(fault)) from None
+        fields = self._fields
+        if connector.shortens_prefill:
+            fields = short_prefill(self._request.target.partition(b"?")[0], fields)
+        body = leg_body(fields, own.fields)
+        headers = self._headers(own)
+        return await leg.run(self._request, body, headers, self._deadline_s, keeps=connector.shortens_prefill)
+
+    def _prefilled(self, leg: PrefillLeg, handoff: Any) -> None:
+        now_s = monotonic()
+        member = self._half.member
+        told = None if member.transfer is None else member.transfer.lease_s
+        lease_s = told or self._desk.books.config.pd.kv_lease_s
+        self._kept = Kept(
+            self._connector, self._pair, handoff, now_s, now_s + lease_s, member.kv_expired or 0
+        )
+        self.cached_tokens = leg.usage.cached_tokens
+        leg.end()
+        self._enter(Phase.PREFILLED)
+
+    # --- decode --------------------------------------------------------------------------------
+
+    async def _hand_over(self) -> Response:
+        """Send the decode leg while its KV is young enough, and wait for its first byte."""
+        kept = self._kept
+        assert kept is not None
+        self._enter(Phase.HANDED)
+        own = self._decode_leg(kept.pair, kept.handoff)
+        response = await self._post_decode(own, None if kept.handoff is None else kept.send_by_s)
+        if response is None:
+            books = self._desk.books
+            books.pd_metrics.expired.add("handoff")
+            raise PrefillFailed(Failure.HANDOFF_EXPIRED, "its KV is too old to be sent on")
+        return response
+
+    def _decode_leg(self, pair: Pair, handoff: Any) -> Leg:
+        try:
+            return self._connector.decode_leg(pair, handoff)
+        except CannotHandOver as fault:
+            raise PrefillFailed(Failure.NO_HANDOFF, str(fault)) from None
+
+    async def _post_decode(self, own: Leg, send_by_s: float | None = None) -> Response | None:
+        books, sending = self._desk.books, self.sending
+        assert sending is not None
+        body = leg_body(self._fields, own.fields) if own.fields else self._request.body
+        is_short = self._asked.view.stream and books.decode_is_short
+        timeouts = books.decode_timeouts if is_short else books.config.timeouts
+        head = request_head(
+            replace(self._request, body=body),
+            self._choice.member,
+            books.config,
+            self._asked.request_id,
+            None,
+            self._headers(own),
+        )
+        try:
+            return await sending.post(head, body, timeouts, self._deadline_s, send_by_s=send_by_s)
+        except GatewayError as error:
+            if error.failure in NEVER_SENT:
+                self._keeps = self._kept is not None and self._kept.handoff is not None
+            elif (
+                error.failure is Failure.FIRST_BYTE_TIMEOUT
+                and books.decode_is_short
+                and self._asked.view.stream
+            ):
+                raise GatewayError(Failure.DECODE_TIMEOUT, error.message) from None
+            raise
+
+    def _headers(self, own: Leg) -> list[tuple[bytes, bytes]]:
+        headers = list(own.headers)
+        if all(name.lower() != b"x-request-id" for name, _ in headers):
+            headers.append((b"X-Request-Id", self._pair.id.encode("latin-1", "replace")))
+        return headers
+
+    async def _check_age(self) -> None:
+        """Of an answer that came when the lease may have been over: whether it can be what it should be."""
+        kept, sending = self._kept, self.sending
+        if kept is None or kept.handoff is None or monotonic() < kept.send_by_s:
+            return
+        assert sending is not None
+        connection = sending.connection
+        assert connection is not None
+        connection.pause()  # nobody takes what comes meanwhile
+        expired = await self._expired_there(kept.pair.prefill)
+        connection.resume()
+        if expired is None or expired > kept.expired:
+            self._desk.books.pd_metrics.expired.add("answer")
+            self._desk.spoiled(self._choice.member)
+            message = "the answer came when the prefill worker had let KV go"
+            raise GatewayError(Failure.HANDOFF_EXPIRED, message)
+
+    async def _expired_there(self, member: Member) -> int | None:
+        """How often the prefill worker has let KV go; None when it does not say."""
+        try:
+            answer = await get(member, "/metrics", ASK_S)
+        except (GatewayError, TimeoutError):
+            return None
+        return read_metrics(answer.body.decode("utf-8", "replace")).kv_expired
+
+    # --- both at once --------------------------------------------------------------------------
+
+    async def _both(self) -> Response:
+        """Both legs; whichever fails first ends the other, in `end`."""
+        self._enter(Phase.PREFILLING)
+        leg = self._leg
+        assert leg is not None
+        loop = asyncio.get_running_loop()
+        prefill = loop.create_task(self._alongside(leg))
+        decode = loop.create_task(self._post_decode(self._decode_leg(self._pair, self._prepared)))
+        self._tasks = (prefill, decode)
+        for task in self._tasks:
+            task.add_done_callback(_seen)
+        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not decode.done():
+            await self._judge_prefill(prefill, decode)
+            self._enter(Phase.HANDED)
+            await asyncio.wait((decode,))
+        failed = decode.exception() is not None
+        response = None if failed else decode.result()
+        if failed or (response is not None and response.status >= 400):
+            await asyncio.wait((prefill,), timeout=BLAME_S)
+            if prefill.done():
+                prefill.result()
+        if response is None:
+            response = decode.result()
+        assert response is not None
+        return response
+
+    async def _judge_prefill(self, prefill: asyncio.Task[None], decode: asyncio.Task[Any]) -> None:
+        """Raises where it failed, but for a refusal that the decode worker has an answer of its own to."""
+        try:
+            prefill.result()
+        except PrefillFailed as error:
+            if error.failure is Failure.PREFILL_REFUSED:
+                await asyncio.wait((decode,), timeout=BLAME_S)
+            if not decode.done():
+                raise
+
+    async def _alongside(self, leg: PrefillLeg) -> None:
+        answer = await self._run_prefill(leg)
+        decodes = self.phase is Phase.DECODING  # then KV was fetched before this was told
+        if not decodes and self._connector.shortens_prefill:
+            self._read_handoff(leg, answer)
+        self._prefilled(leg, self._prepared)
+        if decodes:
+            self._kept, self.phase = None, Phase.DECODING
+
+    # --- phases --------------------------------------------------------------------------------
+
+    def _enter(self, phase: Phase) -> None:
+        now_s = monotonic()
+        if self.phase in _TIMED and phase is not Phase.FAILED:
+            self._desk.books.pd_metrics.phases.of(_TIMED[self.phase]).observe(now_s - self._since_s)
+        self.phase, self._since_s = phase, now_s
+
+    def _decodes(self) -> None:
+        """The first byte of a good answer: the KV was fetched."""
+        if self.phase is Phase.HANDED:
+            self._desk.handed_over(self._half, self._pair, monotonic() - self._since_s)
+        self._enter(Phase.DECODING)
+        self._kept = None
+        self._fields = {}
+
+    def _fail(self) -> None:
+        self.phase = Phase.FAILED
+
+    def keep(self) -> bool:
+        """Whether what the prefill left may go to another decode worker; then `end` lets it lie."""
+        kept = self._kept
+        self._keeps = self._keeps and kept is not None and monotonic() < kept.send_by_s
+        return self._keeps
+
+    def end(self) -> None:
+        """This attempt is over, whatever the phase: legs are closed and written down, KV is let go."""
+        keeps, self._keeps = self._keeps, False
+        for task in self._tasks:
+            task.cancel()
+        self._tasks = ()
+        leg, self._leg = self._leg, None
+        if leg is not None:
+            self._note_cut_off(leg)
+            leg.end()
+        if self.sending is not None:
+            self.sending.finish()
+        self._half.lease.release()
+        if self.phase is Phase.DECODING:
+            self._enter(Phase.DONE)
+        elif self.phase is not Phase.FAILED:
+            self._fail()
+        kept = self._kept
+        if kept is not None and not keeps:
+            self._kept = None
+            self._desk.let_go(kept, self._choice.member)
+
+    def _note_cut_off(self, leg: PrefillLeg) -> None:
+        """A prefill's answer that had arrived when the request was given up hands something over too."""
+        answer = None if self._connector.is_concurrent else leg.cut_off()
+        if answer is None:
+            return
+        with suppress(orjson.JSONDecodeError, CannotHandOver):
+            fields = orjson.loads(answer)
+            if isinstance(fields, dict):
+                self._prefilled(leg, self._connector.handoff(fields))
+                self._fail()
+
+
+def _seen(task: asyncio.Task[Any]) -> None:
+    """Its exception is nobody's news: `_both` has looked, or the attempt is over."""
+    if not task.cancelled():
+        task.exception()
+
+
+_TIMED = {Phase.PREFILLING: "prefill", Phase.HANDED: "handoff", Phase.DECODING: "decode"}
