@@ -32,6 +32,7 @@ from kvroute.router.gateway import Gateway
 from kvroute.router.health import Prober
 from kvroute.router.knowledge import Knowledge
 from kvroute.router.metrics import Metrics, gauge
+from kvroute.router.pd.registry import ConnectorError, make_connector
 from kvroute.router.pool import UpstreamPool
 from kvroute.router.replicas import Replicas, shared_options
 from kvroute.router.services import make_pace, make_services
@@ -55,6 +56,11 @@ class GatewayServer:
         self._shadow = (
             None if config.shadow_policy is None else _named_policy(config.shadow_policy, "shadow_policy")
         )
+        if config.pd.connector is not None:
+            try:
+                make_connector(config.pd.connector, config.pd)
+            except ConnectorError as error:
+                raise ConfigError(f"pd.connector: {error}") from None
         self._tls = _tls_context(config)
         self._shared = shared_options(config.redis)
         self._draining = False
@@ -99,6 +105,10 @@ class GatewayServer:
         )
         self.waiting, self._tokens, self._hints = services.waiting, services.tokens, services.hints
         self._pd = services.pd
+        try:
+            await self._pd.start(config.host)
+        except OSError as error:
+            raise ConfigError(f"pd.connector: {error}") from None
         if self._tokens is not None:
             self._tokens.start()
         explainer = Explainer(services)
@@ -176,7 +186,7 @@ class GatewayServer:
         await self._prober.close()
         if self._hints is not None:
             await self._hints.closer.stop()
-        await self._pd.releaser.stop()
+        await self._pd.close()
         if self.snapshots is not None:
             await self.snapshots.stop()
         for member in list(self.registry.members.values()):

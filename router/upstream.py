@@ -114,6 +114,12 @@ class UpstreamConnection(asyncio.Protocol):
         self._pieces = []
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    def give_back(self, data: bytes) -> None:
+        """Body bytes that were only looked at: they come first in `take_body`; no sink takes the rest yet."""
+        self._sink = self._done = None
+        if data:
+            self._pieces.insert(0, data)
+
     @property
     def complete(self) -> bool:
         """The whole response has arrived."""

@@ -282,8 +282,6 @@ class Registry:
     def set_transfer(self, member: Member, transfer: Transfer) -> None:
         """The engine has said how it hands KV over; for which half of requests counts unless configured."""
         log.info("kv transfer", worker=member.worker.id, by=transfer.engine_name, way=transfer.connector)
-            "kv transfer", worker=member.worker.id, by=transfer.engine_name, connector=transfer.connector
-        )
         member.transfer = transfer
         if transfer.role is not None and "role" not in member.config.model_fields_set:
             self.update(member, role=transfer.role, takes_whole=transfer.role is not Role.PREFILL)

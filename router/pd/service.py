@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import structlog
 from msgspec import Struct
 from msgspec.structs import replace
@@ -12,7 +14,7 @@ from kvroute.router.eligible import Task
 from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.pd.body import Fields, leg_body, without
 from kvroute.router.pd.books import Asked, Books
-from kvroute.router.pd.connector import Connector, Pair
+from kvroute.router.pd.connector import Connector, DecodeFirst, Pair, Serving
 from kvroute.router.pd.connectors.fields import CLIENT_FIELDS
 from kvroute.router.pd.measuring import HandoffSpeeds
 from kvroute.router.pd.planning import plan, read_body
@@ -46,6 +48,7 @@ class Pd:
         self._dispatcher = dispatcher
         self._config = books.config.pd
         self._connectors: dict[str, Connector] = {}
+        self._asks_first: dict[type[Connector], bool] = {}
         self._shaken: dict[tuple[str, str], None] = {}
         """Pairs that have handed over: a decode worker reaches those prefill workers at once."""
         self.releaser = Releaser(books.pd_metrics.releases)
@@ -54,6 +57,19 @@ class Pd:
             self._named(self._config.connector)
         books.registry.on_change(self._changed)
         books.metrics.add_source(books.pd_metrics)
+
+    async def start(self, host: str) -> None:
+        """What a configured connector has of its own; raises OSError, on which the gateway does not start."""
+        for connector in self._connectors.values():
+            if isinstance(connector, Serving):
+                await connector.start(host)
+
+    async def close(self) -> None:
+        """Idempotent; KV that is still to be let go has a moment."""
+        await self.releaser.stop()
+        for connector in self._connectors.values():
+            if isinstance(connector, Serving):
+                connector.close()
 
     # --- before anything is chosen -------------------------------------------------------------
 
@@ -128,6 +144,12 @@ class Pd:
             self.books.registry.update(member, takes_whole=takes_whole)
 
     # --- what split requests tell (`split.Desk`) -----------------------------------------------
+
+    def asks_first(self, connector: Connector) -> DecodeFirst | None:
+        kind = type(connector)
+        if kind not in self._asks_first:
+            self._asks_first[kind] = isinstance(connector, DecodeFirst)
+        return cast("DecodeFirst", connector) if self._asks_first[kind] else None
 
     def prefilled(self, choice: Choice, asked: Asked, outcome: Outcome) -> None:
         half = choice.prefill

@@ -33,9 +33,10 @@ from kvroute.router.discovery import read_metrics
 from kvroute.router.dispatch import Choice, PrefillHalf
 from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.heads import request_head
+from kvroute.router.pd.asking import declines
 from kvroute.router.pd.body import Fields, leg_body, short_prefill
 from kvroute.router.pd.books import Asked, Books
-from kvroute.router.pd.connector import CannotHandOver, Connector, Leg, Pair
+from kvroute.router.pd.connector import CannotHandOver, Connector, DecodeFirst, Leg, Pair
 from kvroute.router.pd.planning import count_prompts
 from kvroute.router.pd.prefill_leg import PrefillFailed, PrefillLeg
 from kvroute.router.probe import get
@@ -91,6 +92,10 @@ class Desk(Protocol):
 
     def connector(self, prefill: Member) -> Connector: ...
 
+    def asks_first(self, connector: Connector) -> DecodeFirst | None:
+        """The same, where it asks the decode worker before any prefill."""
+        ...
+
     def prefilled(self, choice: Choice, asked: Asked, outcome: Outcome) -> None:
         """A prefill leg is over."""
         ...
@@ -145,14 +150,7 @@ class Split:
         self.sending = Sending(choice.member, self._desk.books.metrics)
         self._enter(Phase.CHOSEN)
         try:
-            if self._kept is None:
-                await self._prepare()
-            if self._connector.is_concurrent:
-                response = await self._both()
-            else:
-                if self._kept is None:
-                    await self._prefill()
-                response = await self._hand_over()
+            response = await self._legs()
             if response.status < 400:
                 await self._check_age()
         except GatewayError as error:
@@ -164,6 +162,35 @@ class Split:
             self._decodes()
         else:
             self._fail()
+        return response
+
+    async def _legs(self) -> Response:
+        """The decode worker's response, in the connector's order."""
+        if self._kept is None:
+            await self._prepare()
+            answered = await self._ask_first()
+            if answered is not None:
+                return answered
+        if self._connector.is_concurrent:
+            return await self._both()
+        if self._kept is None:
+            await self._prefill()
+        return await self._hand_over()
+
+    async def _ask_first(self) -> Response | None:
+        """Of a decode worker that is asked before any prefill, its response; None where it declines."""
+        connector, sending = self._desk.asks_first(self._connector), self.sending
+        if connector is None or sending is None:
+            return None
+        own = connector.first_leg(self._request.target.partition(b"?")[0], self._pair)
+        if own is None:
+            return None
+        response = await self._post_decode(own)
+        assert response is not None
+        assert sending.connection is not None
+        if response.status < 400 and await declines(connector, response, sending.connection):
+            sending.finish()
+            return None
         return response
 
     # --- prefill -------------------------------------------------------------------------------
