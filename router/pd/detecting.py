@@ -26,8 +26,8 @@ VLLM_CONNECTORS: Mapping[str, str] = {
     "FlexKVConnectorV1": SHARED,
     "HF3FSKVConnector": SHARED,
 }
-"""vLLM's class (0.9 to 0.32): the connector that speaks to it. Others hand nothing over, or in a way that none
-of ours speaks: OffloadingConnector, NixlPushConnector."""
+"""vLLM's class (0.9 to 0.32): the connector that speaks to it. Others hand nothing over, or in a way that
+none of ours speaks: OffloadingConnector, NixlPushConnector."""
 VLLM_ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Role.BOTH}
 SGLANG_ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 _SERIES = (

@@ -189,10 +189,9 @@ async def test_a_message_without_end_does_not_come_in(registered: Registrations)
 
 
 async def test_a_port_that_is_taken_is_named(registered: Registrations) -> None:
-    with pytest.raises(
-        OSError, match=rf"pd\.register_port {registered.port} on 127\.0\.0\.1: Address already in use"
-    ):
+    with pytest.raises(OSError, match="Address already in use") as caught:
         await Registrations().start("127.0.0.1", registered.port or 0)
+    assert f"pd.register_port {registered.port} on 127.0.0.1: " in str(caught.value)
 
 
 async def test_the_connector_listens_where_it_is_told_and_not_without(registered: Registrations) -> None:
