@@ -196,7 +196,7 @@ async def test_a_port_that_is_taken_is_named(registered: Registrations) -> None:
 
 async def test_the_connector_listens_where_it_is_told_and_not_without(registered: Registrations) -> None:
     taken = P2pNcclConnector(PdConfig(register_port=registered.port))
-    with pytest.raises(OSError, match="pd.register_port"):
+    with pytest.raises(OSError, match=r"pd\.register_port"):
         await taken.start("127.0.0.1")
     taken.close()
     silent = P2pNcclConnector(PdConfig())
