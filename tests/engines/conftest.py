@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from .fleet import (
     started,
     vllm_environment,
 )
+from .pd import Answer, Body, ask
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,3 +78,22 @@ def client() -> Iterator[httpx.Client]:
     """Headers as they came, no redirect followed, every call bounded."""
     with httpx.Client(timeout=CALL_LIMIT_S) as http:
         yield http
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    return random.Random(seed)
+
+
+@pytest.fixture
+def cold(engines: list[Server], client: httpx.Client) -> Callable[[str, Body], Answer]:
+    """What an engine by itself answers to a prompt that it has not seen, in one piece."""
+
+    def answer(path: str, body: Body) -> Answer:
+        made = ask(client, engines[0].url + path, {**body, "stream": False})
+        assert made.status == 200, made.body
+        return made
+
+    return answer

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,18 +60,24 @@ class Server:
 
     def running_requests(self) -> int:
         """`vllm:num_requests_running`, summed over the engine's ranks."""
-        return self.metric("vllm:num_requests_running")
+        return int(self.metric("vllm:num_requests_running"))
 
     def generated_tokens(self) -> int:
         """Counts up at every step of every request, so it stands still when the engine works on none."""
-        return self.metric("vllm:generation_tokens_total")
+        return int(self.metric("vllm:generation_tokens_total"))
 
-    def metric(self, name: str) -> int:
-        """A metric's value, summed over its series."""
+    def metric(self, name: str, label: str = "") -> float:
+        """A metric's value, summed over its series, or over those that have this label."""
         text = httpx.get(f"{self.url}/metrics", timeout=CALL_LIMIT_S).text
-        found = re.findall(rf"^{re.escape(name)}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE)
-        assert found, f"{self.name} has no metric {name}"
-        return int(sum(map(float, found)))
+        found = re.findall(
+            rf"^{re.escape(name)}\{{[^}}]*{re.escape(label)}[^}}]*\}} (\S+)$", text, re.MULTILINE
+        )
+        assert found, f"{self.name} has no metric {name} {label}"
+        return sum(map(float, found))
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the process and all that it started: vLLM's API server has its engine in a child."""
+        os.killpg(self.process.pid, number)
 
 
 @contextmanager
@@ -89,17 +96,18 @@ def started(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
+            start_new_session=True,  # so that a signal reaches its children and nobody else
         )
     (run / f"{name}.pid").write_text(f"{process.pid}\n")
     try:
         yield Server(name, port, process, log)
     finally:
         process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
         (run / f"{name}.pid").unlink()
 
 
