@@ -24,8 +24,9 @@ from kvroute.router.pacing import Pacing
 from kvroute.router.parsed_request import ParsedRequest
 from kvroute.router.pd.answer import own_headers
 from kvroute.router.pd.books import Asked
+from kvroute.router.pd.planning import Planned
 from kvroute.router.pd.prefill_leg import PrefillFailed
-from kvroute.router.pd.service import Pd, Planned
+from kvroute.router.pd.service import Pd
 from kvroute.router.pd.split import Split
 from kvroute.router.pd.usage import CachedTokens
 from kvroute.router.request_parser import Request
@@ -245,7 +246,6 @@ class Exchange:
             split = self._split = self._services.pd.split(self._planned, asked, self._deadline_s)
         response = await split.send(choice)
         self._sending = split.sending
-        own_headers(response, self._request_id)
         if split.cached_tokens is not None and not response.encoded:
             self._cached = CachedTokens(split.cached_tokens)
         return response
@@ -261,12 +261,12 @@ class Exchange:
         meter = Meter(self._services.metrics.itl.of(self.model_label) if is_sse else None)
         self._meter = meter
         if self._cached is not None and response.content_length:
-            await self._read_all(response)
+            await self._read_all()
         if not self._start(response, choice, meter):
             await self._stream()
         return meter.usage(), meter.streams and meter.in_band_error()
 
-    async def _read_all(self, response: Response) -> None:
+    async def _read_all(self) -> None:
         """Of an answer whose length is in its head, and will change."""
         sending, cached = self._sending, self._cached
         assert sending is not None
@@ -276,10 +276,8 @@ class Exchange:
         pieces = [connection.take_body()]
         if not connection.complete:
             await connection.stream_to(lambda data, _now_s: pieces.append(data))
-        body = cached.feed(b"".join(pieces)) + cached.end()
-        own_headers(response, self._request_id, len(body))
+        self._body = cached.whole(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         self._cached = None
-        self._body = body
 
     def _start(self, response: Response, choice: Choice, meter: Meter) -> bool:
         """Write the head and what has arrived of the body; True when that is all of it."""
@@ -298,6 +296,8 @@ class Exchange:
             meter.feed(first, now_s)
             services.metrics.ttft.of(self.model_label).observe(now_s - self._request.received_s)
         self._may_append = meter.streams and not response.content_length and not response.encoded
+        if choice.prefill is not None:
+            own_headers(response, self._request_id, len(self._body) if self._body else None)
         extra = self._decision_headers(choice) if services.config.decision_headers else ()
         head, chunked = response_head(response, self._request, extra, keep_alive=self._client.keep_alive)
         self.status = response.status

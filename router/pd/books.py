@@ -60,7 +60,7 @@ class Books(Struct, frozen=True):
             self.registry.answered(member)
             if half.match.tokens:
                 self.metrics.matched_tokens.add(by=half.match.tokens)
-        if teaches:
+        if teaches and half.prediction is not None:
             alone = Choice(member, choice.decision, half.lease, half.match, half.prediction, choice.chosen_s)
             self.pacing.observe(alone, replace(asked.view, stream=True), outcome)
         self.registry.observe(member, outcome, is_trial=half.lease.is_trial)

@@ -55,6 +55,8 @@ class Connector(Protocol):
     """Whether one request with several prompts can be split."""
     shortens_prefill: ClassVar[bool]
     """Whether the prefill leg asks for one token, not streamed; else its body is the client's."""
+    prepares: ClassVar[bool]
+    """Whether `prepare` has anything to ask; else it is not called."""
     client_fields: ClassVar[frozenset[str]]
     """Top-level fields of the body that are the connector's own: a client's are never passed on."""
 

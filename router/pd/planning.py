@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import orjson
-from msgspec import Raw
+from msgspec import Raw, Struct
 
 from kvroute.conductor.prompts import ROUTES
 from kvroute.router.eligible import Task
@@ -19,21 +19,35 @@ GENERATE = b"/generate"
 """SGLang's own route: split only where both legs have the same body."""
 
 
-def plan(request: Request, fields: Fields | None, connector: Connector) -> tuple[Task, str]:
-    """(Task, why it is not split); `fields` are the body's, None where it has none that can be changed."""
+class Planned(Struct, frozen=True):
+    """A request that may be split, as it goes on: without what a client may not set."""
+
+    request: Request
+    fields: Fields | None
+    task: Task
+    prompts: int | None
+    """Length of a list of prompts."""
+
+
+def plan(request: Request, fields: Fields | None, connector: Connector) -> tuple[Task, str, int | None]:
+    """(Task, why it is not split, length of a list of prompts).
+
+    `fields` are the body's; None where it has none that can be changed.
+    """
     path = request.target.partition(b"?")[0]
     if request.method != b"POST" or path not in ROUTES:
-        return Task.ANSWER, "route"
+        return Task.ANSWER, "route", None
     if path not in LIMITS and (path != GENERATE or connector.shortens_prefill):
-        return Task.WHOLE, "route"
+        return Task.WHOLE, "route", None
     if fields is None or not DIGESTS.isdisjoint(request.fields):
-        return Task.WHOLE, "body" if fields is None else "digest"
+        return Task.WHOLE, "body" if fields is None else "digest", None
     for name in _LONE.keys() & fields.keys():
         if _LONE[name](_value(fields[name])):
-            return Task.WHOLE, name
-    if not connector.takes_lists and (count_prompts(path, fields) or 1) > 1:
-        return Task.WHOLE, "prompts"
-    return Task.SPLIT, ""
+            return Task.WHOLE, name, None
+    prompts = count_prompts(path, fields)
+    if not connector.takes_lists and prompts is not None and prompts > 1:
+        return Task.WHOLE, "prompts", prompts
+    return Task.SPLIT, "", prompts
 
 
 def count_prompts(path: bytes, fields: Fields) -> int | None:

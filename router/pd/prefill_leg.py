@@ -56,6 +56,7 @@ class PrefillLeg:
         self._record = record
         self._sending = Sending(half.member, books.metrics)
         self._meter = Meter(None)
+        self._usage = NO_USAGE
         self._pieces: list[bytes] = []
         self._status: int | None = None
         self._failure: str | None = None
@@ -79,6 +80,7 @@ class PrefillLeg:
                 failure = Failure.PREFILL_TIMEOUT
             raise self.failed(failure, error.message, error.upstream_status) from None
         self._over = True
+        self._usage = self._meter.usage()
         return self._checked(response.status)
 
     async def _read(self, response: Response, *, keeps: bool) -> None:
@@ -130,7 +132,7 @@ class PrefillLeg:
     @property
     def usage(self) -> Usage:
         """What the answer says of it, once it is there."""
-        return self._meter.usage() if self._over else NO_USAGE
+        return self._usage
 
     def cut_off(self) -> bytes | None:
         """A whole answer that has arrived and was not waited for any more; None when there is none."""

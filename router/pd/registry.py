@@ -9,7 +9,7 @@ from kvroute.config_pd import PdConfig
 from kvroute.router.pd.connector import Connector
 
 GROUP = "kvroute.pd_connectors"
-FLAGS = ("is_concurrent", "decode_takes_whole", "takes_lists", "shortens_prefill")
+FLAGS = ("is_concurrent", "decode_takes_whole", "takes_lists", "shortens_prefill", "prepares")
 METHODS = ("prepare", "prefill_leg", "handoff", "decode_leg", "release", "forget")
 
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 from typing import cast
 
 import structlog
-from msgspec import Struct
 from msgspec.structs import replace
 
 from kvroute.policies.costs.links import nearness
 from kvroute.router.dispatch import Choice, Dispatcher, PrefillHalf
-from kvroute.router.eligible import Task
 from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.pd.body import Fields, leg_body, without
 from kvroute.router.pd.books import Asked, Books
 from kvroute.router.pd.connector import Connector, DecodeFirst, Pair, Serving
 from kvroute.router.pd.connectors.fields import CLIENT_FIELDS
 from kvroute.router.pd.measuring import HandoffSpeeds
-from kvroute.router.pd.planning import plan, read_body
+from kvroute.router.pd.planning import Planned, plan, read_body
 from kvroute.router.pd.registry import make_connector
 from kvroute.router.pd.releasing import Release, Releaser
 from kvroute.router.pd.split import Kept, Split
@@ -29,15 +27,6 @@ log = structlog.get_logger(__name__)
 
 MAX_SHAKEN = 4096
 RANK_HEADERS = frozenset({b"x-data-parallel-rank"})
-
-
-class Planned(Struct, frozen=True):
-    """A request that may be split, as it goes on."""
-
-    request: Request
-    fields: Fields | None
-    task: Task
-    why_not: str
 
 
 class Pd:
@@ -79,9 +68,9 @@ class Pd:
         way = self._config.client_fields
         if way != "forward":
             request, fields = self._cleaned(request, fields, refuse=way == "refuse")
-        task, why_not = plan(request, fields, self._any_connector())
+        task, why_not, prompts = plan(request, fields, self._any_connector())
         self.books.pd_metrics.requests.add("whole" if why_not else "split", why_not or "can")
-        return Planned(request, fields, task, why_not)
+        return Planned(request, fields, task, prompts)
 
     def _cleaned(
         self, request: Request, fields: Fields | None, *, refuse: bool
@@ -107,8 +96,7 @@ class Pd:
         return request, fields
 
     def split(self, planned: Planned, asked: Asked, deadline_s: float) -> Split:
-        assert planned.fields is not None
-        return Split(self, planned.request, planned.fields, asked, deadline_s)
+        return Split(self, planned, asked, deadline_s)
 
     # --- connectors ----------------------------------------------------------------------------
 

@@ -37,10 +37,9 @@ from kvroute.router.pd.asking import declines
 from kvroute.router.pd.body import Fields, leg_body, short_prefill
 from kvroute.router.pd.books import Asked, Books
 from kvroute.router.pd.connector import CannotHandOver, Connector, DecodeFirst, Leg, Pair
-from kvroute.router.pd.planning import count_prompts
+from kvroute.router.pd.planning import Planned
 from kvroute.router.pd.prefill_leg import PrefillFailed, PrefillLeg
 from kvroute.router.probe import get
-from kvroute.router.request_parser import Request
 from kvroute.router.sending import Sending
 from kvroute.router.upstream import Response
 from kvroute.router.workers import Member
@@ -119,10 +118,12 @@ class Split:
     `sending` is the decode leg's, from which the answer is relayed.
     """
 
-    def __init__(self, desk: Desk, request: Request, fields: Fields, asked: Asked, deadline_s: float) -> None:
+    def __init__(self, desk: Desk, planned: Planned, asked: Asked, deadline_s: float) -> None:
+        assert planned.fields is not None
         self._desk = desk
-        self._request = request
-        self._fields = fields
+        self._request = planned.request
+        self._fields: Fields = planned.fields
+        self._prompts = planned.prompts
         self._asked = asked
         self._deadline_s = deadline_s
         self.phase = Phase.CHOSEN
@@ -202,21 +203,27 @@ class Split:
             half.member,
             choice.member,
             f"{self._asked.request_id}-{secrets.token_hex(8)}",
-            count_prompts(self._request.target.partition(b"?")[0], self._fields),
+            self._prompts,
             half.match.dp_rank,
         )
         self._leg = PrefillLeg(
             self._desk.books, half, choice.chosen_s, partial(self._desk.prefilled, choice, self._asked)
         )
+        self._prepared = None
+        if self._connector.prepares:
+            await self._ask_prefill(self._leg)
+
+    async def _ask_prefill(self, leg: PrefillLeg) -> None:
+        """For what the connector needs to know of it."""
         try:
             async with asyncio.timeout(self._desk.books.config.pd.prepare_timeout_s):
                 self._prepared = await self._connector.prepare(self._pair)
         except CannotHandOver as fault:
-            raise self._leg.failed(Failure.BAD_RESPONSE, str(fault)) from None
+            raise leg.failed(Failure.BAD_RESPONSE, str(fault)) from None
         except TimeoutError:
-            raise self._leg.failed(Failure.PREFILL_TIMEOUT, "pd.prepare_timeout_s passed") from None
+            raise leg.failed(Failure.PREFILL_TIMEOUT, "pd.prepare_timeout_s passed") from None
         except GatewayError as error:
-            raise self._leg.failed(error.failure, error.message) from None
+            raise leg.failed(error.failure, error.message) from None
 
     async def _prefill(self) -> None:
         """Until its whole answer is there, and says what it hands over."""

@@ -31,6 +31,7 @@ class MooncakeConnector:
     decode_takes_whole: ClassVar[bool] = True
     takes_lists: ClassVar[bool] = False  # a request has one transfer id, whatever the number of its prompts
     shortens_prefill: ClassVar[bool] = True
+    prepares: ClassVar[bool] = True
     client_fields: ClassVar[frozenset[str]] = frozenset({PARAMS})
 
     def __init__(self, config: PdConfig) -> None:

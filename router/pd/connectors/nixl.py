@@ -33,6 +33,7 @@ class NixlConnector:
     decode_takes_whole: ClassVar[bool] = True
     takes_lists: ClassVar[bool] = False  # the answer hands over the first prompt's blocks only
     shortens_prefill: ClassVar[bool] = True
+    prepares: ClassVar[bool] = False
     client_fields: ClassVar[frozenset[str]] = frozenset({PARAMS})
 
     def __init__(self, config: PdConfig) -> None:

@@ -25,6 +25,7 @@ class SGLangConnector:
     decode_takes_whole: ClassVar[bool] = False  # it waits for a room that nobody comes to
     takes_lists: ClassVar[bool] = True
     shortens_prefill: ClassVar[bool] = False  # a prefill engine makes one token, whatever it is asked
+    prepares: ClassVar[bool] = False
     client_fields: ClassVar[frozenset[str]] = SGLANG_FIELDS
 
     def __init__(self, config: PdConfig) -> None:

@@ -20,6 +20,7 @@ class SharedStorageConnector:
     decode_takes_whole: ClassVar[bool] = True
     takes_lists: ClassVar[bool] = True
     shortens_prefill: ClassVar[bool] = True
+    prepares: ClassVar[bool] = False
     client_fields: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, config: PdConfig) -> None:
