@@ -27,8 +27,9 @@ Engines = Mapping[int, str]
 
 
 def bootstrap_port(member: Member, config: PdConfig) -> int:
-    """Of a prefill worker."""
-    return member.config.bootstrap_port or config.bootstrap_port
+    """Of a prefill worker: its own configured one, else what the engine has told, else the fleet's."""
+    told = None if member.transfer is None else member.transfer.bootstrap_port
+    return member.config.bootstrap_port or told or config.bootstrap_port
 
 
 def bootstrap_url(member: Member, config: PdConfig) -> str:

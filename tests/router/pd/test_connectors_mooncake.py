@@ -13,7 +13,10 @@ from kvroute.config_pd import PdConfig
 from kvroute.router.pd.connector import CannotHandOver
 from kvroute.router.pd.connectors.bootstrap import MAX_ANSWER_BYTES, bootstrap_url
 from kvroute.router.pd.connectors.mooncake import MooncakeConnector
+from kvroute.router.pd.connectors.sglang import SGLangConnector
+from kvroute.router.pd.detecting import Transfer
 from kvroute.router.workers import Member
+from kvroute.types import Role
 from tests.router.pd.bootstrap_server import BootstrapServer, bootstrap_server
 from tests.router.pd.pairs import member, pair
 
@@ -232,3 +235,16 @@ async def test_what_nobody_fetches_is_asked_for_by_a_request_that_decode_refuses
 )
 def test_the_bootstrap_server_is_at_the_workers_host(url: str, port: int | None, bootstrap: str) -> None:
     assert bootstrap_url(member(url, bootstrap_port=port), PdConfig()) == bootstrap
+
+
+@pytest.mark.parametrize(
+    ("configured", "told", "port"), [(9001, 9002, 9001), (None, 9002, 9002), (None, None, 8998)]
+)
+def test_the_port_is_the_workers_then_the_engines_then_the_fleets(
+    configured: int | None, told: int | None, port: int
+) -> None:
+    prefill = member("http://10.0.0.1:8000", bootstrap_port=configured)
+    prefill.transfer = Transfer("MooncakeConnector", "mooncake", Role.PREFILL, told)
+    assert bootstrap_url(prefill, PdConfig()) == f"http://10.0.0.1:{port}"
+    room = SGLangConnector(PdConfig()).prefill_leg(pair(prefill)).fields
+    assert room["bootstrap_port"] == port
