@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from msgspec import to_builtins
 from pydantic import SecretStr
 
 from kvroute import __version__
@@ -131,6 +133,10 @@ def describe(member: Member) -> dict[str, Any]:
         "state": member.state.value,
         "breaker": member.breaker.state(monotonic()).value,
         "engine": worker.engine.value,
+        "role": worker.role.value,
+        "takes_whole": worker.takes_whole,
+        "place": asdict(worker.place),
+        "transfer": None if member.transfer is None else to_builtins(member.transfer),
         "models": list(worker.models),
         "block_size_tokens": worker.block_size_tokens,
         "data_parallel_size": worker.data_parallel_size,

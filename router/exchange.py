@@ -337,13 +337,16 @@ class Exchange:
 
         return counted
 
-    def _decision_headers(self, choice: Choice) -> tuple[bytes, bytes]:
+    def _decision_headers(self, choice: Choice) -> tuple[bytes, ...]:
         decision = choice.decision
         policy = self._services.dispatcher.policy_name
-        return (
+        lines = (
             b"x-kvroute-worker: " + choice.member.url_header,
             b"x-kvroute-decision: " + short_form(policy, decision),
         )
+        if choice.prefill is None:
+            return lines
+        return (*lines, b"x-kvroute-prefill: " + choice.prefill.member.url_header)
 
     def _break_off(self, error: GatewayError) -> None:
         """The worker failed after the first byte: an error event where one fits, else a broken body."""

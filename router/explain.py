@@ -20,6 +20,7 @@ from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.exchange import Services
 from kvroute.router.parsed_request import PARSE_IN_THREAD_BYTES, ParsedRequest
 from kvroute.router.request_headers import READ_HEADERS, MalformedRequest
+from kvroute.router.request_parser import Request
 from kvroute.router.request_view import parse_request
 from kvroute.router.terms import say_why, show_priced, to_ms
 from kvroute.types import NO_MATCH, Decision, Fleet, Hold, Priced, Rejection, RequestView
@@ -54,9 +55,13 @@ class Explainer:
                 Failure.MALFORMED, f"path: {path!r} carries no prompt; accepted: {known}", param="path"
             )
         parsed = await self._parse(path.encode(), body, headers)
+        why_not_split = None
+        if services.registry.splits:
+            asked = Request(b"POST", path.encode(), [], dict(headers), body, True, False, 0.0)
+            parsed.task, why_not_split = services.pd.look(asked)
         prompt = knowledge.prompt(parsed)
         if knowledge.remote is not None and prompt.sets:
-            eligible = services.registry.eligible(parsed.view.model, monotonic())
+            eligible = services.registry.eligible(parsed.view.model, monotonic(), (), parsed.task)
             prompt = await knowledge.ask(prompt, eligible)
         fleet = dispatcher.snapshot(parsed, prompt)
         return {
@@ -68,6 +73,7 @@ class Explainer:
             "why_not_tokens": parsed.no_tokens,
             "block_tokens": sorted(prompt.sets[0]) if prompt.sets else [],
             "prompts": len(prompt.sets),
+            "why_not_split": why_not_split or None,
             "policy": dispatcher.policy_name,
             **dry_run(dispatcher.policy_name, dispatcher.policy, parsed.view, fleet),
             "workers": show_workers(

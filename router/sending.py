@@ -27,11 +27,14 @@ class Sending:
         deadline_s: float,
         *,
         head_only: bool = False,
+        once: bool = False,
         send_by_s: float | None = None,
     ) -> Response | None:
         """Send on a pooled connection if there is one; if that has gone stale, once more on a fresh one.
 
-        None when `send_by_s` (on `kvroute.clock`) has passed before it could be sent: nothing was.
+        Not so with `once`: a worker that died over the request looks the same, and what names KV must not
+        come to it twice. Then StaleConnection is raised. None when `send_by_s` (on `kvroute.clock`) has passed
+        before it could be sent: nothing was.
         """
         self.finish()
         pool = self._member.pool
@@ -48,6 +51,8 @@ class Sending:
                 self._metrics.stale.add()
                 connection.finish()
                 self.connection = connection = None
+                if once:
+                    raise
 
     def finish(self) -> None:
         """Back to the pool when the exchange is clean and over, else closed."""

@@ -30,18 +30,17 @@ BUSY = (408, 429)
 class PrefillFailed(GatewayError):
     """The prefill leg's fault, or nobody's: the decode worker is not to blame."""
 
-    def __init__(self, failure: Failure, message: str, status: int | None = None) -> None:
+    def __init__(
+        self, failure: Failure, message: str, status: int | None = None, *, is_nobodys: bool = False
+    ) -> None:
         super().__init__(failure, f"prefill: {message}", upstream_status=status)
+        self.is_nobodys = is_nobodys
+        """The same workers may be tried again."""
 
     @property
     def asks_for_whole(self) -> bool:
         """The request can be done, but not like this: no other prefill worker is worth a try."""
         return self.failure in (Failure.PREFILL_REFUSED, Failure.NO_HANDOFF)
-
-    @property
-    def is_nobodys(self) -> bool:
-        """The same worker may be tried again."""
-        return self.failure is Failure.HANDOFF_EXPIRED
 
 
 class PrefillLeg:

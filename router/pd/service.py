@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from kvroute.policies.costs.links import nearness
 from kvroute.router.dispatch import Choice, Dispatcher, PrefillHalf
+from kvroute.router.eligible import Task
 from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.pd.body import Fields, leg_body, without
 from kvroute.router.pd.books import Asked, Books
@@ -37,6 +38,7 @@ class Pd:
         self._dispatcher = dispatcher
         self._config = books.config.pd
         self._connectors: dict[str, Connector] = {}
+        self._fleets: Connector | None = None
         self._asks_first: dict[type[Connector], bool] = {}
         self._shaken: dict[tuple[str, str], None] = {}
         """Pairs that have handed over: a decode worker reaches those prefill workers at once."""
@@ -71,6 +73,11 @@ class Pd:
         task, why_not, prompts = plan(request, fields, self._any_connector())
         self.books.pd_metrics.requests.add("whole" if why_not else "split", why_not or "can")
         return Planned(request, fields, task, prompts)
+
+    def look(self, request: Request) -> tuple[Task, str]:
+        """The task a request would be, and why it is not split; for dry runs."""
+        task, why_not, _ = plan(request, read_body(request), self._any_connector())
+        return task, why_not
 
     def _cleaned(
         self, request: Request, fields: Fields | None, *, refuse: bool
@@ -110,6 +117,11 @@ class Pd:
 
     def _any_connector(self) -> Connector:
         """Of the workers that prefill, the first one's: a fleet has one."""
+        if self._fleets is None:
+            self._fleets = self._find_connector()
+        return self._fleets
+
+    def _find_connector(self) -> Connector:
         members = self.books.registry.members.values()
         first = next((m for m in members if m.worker.role is not Role.DECODE), None)
         return self._named(self._config.connector or "nixl") if first is None else self.connector(first)
@@ -122,6 +134,7 @@ class Pd:
         return connector
 
     def _changed(self, member: Member) -> None:
+        self._fleets = None
         if member.state is State.GONE:
             for connector in self._connectors.values():
                 connector.forget(member)

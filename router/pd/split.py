@@ -316,10 +316,12 @@ class Split:
             raise
 
     def _headers(self, own: Leg) -> list[tuple[bytes, bytes]]:
-        headers = list(own.headers)
-        if all(name.lower() != b"x-request-id" for name, _ in headers):
-            headers.append((b"X-Request-Id", self._pair.id.encode("latin-1", "replace")))
-        return headers
+        named = (b"X-Request-Id", self._pair.id.encode("latin-1", "replace"))
+        if not own.headers:
+            return [named]
+        if any(name.lower() == b"x-request-id" for name, _ in own.headers):
+            return list(own.headers)
+        return [*own.headers, named]
 
     async def _check_age(self) -> None:
         """Of an answer that came when the lease may have been over: whether it can be what it should be."""
@@ -398,8 +400,9 @@ class Split:
 
     def _enter(self, phase: Phase) -> None:
         now_s = monotonic()
-        if self.phase in _TIMED and phase is not Phase.FAILED:
-            self._desk.books.pd_metrics.phases.of(_TIMED[self.phase]).observe(now_s - self._since_s)
+        timed = _TIMED.get(self.phase)
+        if timed is not None:
+            self._desk.books.pd_metrics.phases.of(timed).observe(now_s - self._since_s)
         self.phase, self._since_s = phase, now_s
 
     def _decodes(self) -> None:

@@ -30,14 +30,19 @@ class CachedTokens:
         if self._kept:
             data = self._kept + data
             self._kept = b""
-        at = self._unfinished(data)
-        if at >= 0:
-            data, self._kept = data[:at], data[at:]
-        return _COUNT.sub(self._replaced, data) if b'"cache' in data else data
+        if not data.endswith(b"\n\n"):  # else the end of an event, and of no count
+            at = self._unfinished(data)
+            if at >= 0:
+                data, self._kept = data[:at], data[at:]
+        at = data.find(b'"cache')
+        return data if at < 0 else data[:at] + _COUNT.sub(self._replaced, data[at:])
 
     def whole(self, body: bytes) -> bytes:
         """A body that is all there."""
-        return _COUNT.sub(self._replaced, body) if b'"cache' in body else body
+        at = max(body.rfind(b'"usage"'), body.rfind(b'"meta_info"'))
+        if at < 0:
+            return body
+        return body[:at] + _COUNT.sub(self._replaced, body[at:])
 
     def end(self) -> bytes:
         """What was kept back."""
