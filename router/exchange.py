@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 
 import structlog
@@ -152,8 +153,11 @@ class Exchange:
         services.registry.eligible(parsed.view.model, monotonic(), self._tried, parsed.task)
         if not is_free and not services.retry_budget.take():
             return None
-        if self._split is not None and self._split.keep():
-            return services.dispatcher.choose_decode(parsed, choice, self._tried)
+        if self._split is not None and self._split.may_keep:
+            with suppress(GatewayError):  # no other decodes: there may be one that does it all
+                again = services.dispatcher.choose_decode(parsed, choice, self._tried)
+                self._split.keep()
+                return again
         return services.dispatcher.choose(parsed, self._prompt, self._tried, self._request_id)
 
     # --- one attempt ---------------------------------------------------------------------------
@@ -218,6 +222,7 @@ class Exchange:
 
     async def _send(self, choice: Choice) -> Response:
         """Send to the chosen worker, with hints where there are any; then twice when a pull is late."""
+        self._cached = None
         if choice.prefill is not None:
             return await self._send_split(choice)
         request, timeouts = self._request, self._services.config.timeouts
@@ -312,6 +317,10 @@ class Exchange:
         assert connection is not None
         assert meter is not None
         client.drop_request_body()
+        self._planned, self._request.body = None, b""
+        self._planned = None
+        if self._split is not None:
+            self._split.drop_body()
         parsed = self._parsed  # lets go of the prompt's text, and of its keys
         self._parsed = ParsedRequest(parsed.view, foretold_tokens=parsed.foretold_tokens)
         self._prompt = Prompt(mode=self._prompt.mode)

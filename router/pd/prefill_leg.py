@@ -16,7 +16,7 @@ from kvroute.router.pd.books import Books
 from kvroute.router.pd.connector import Header
 from kvroute.router.request_parser import Request
 from kvroute.router.sending import Sending
-from kvroute.router.upstream import Response
+from kvroute.router.upstream import Response, StaleConnection
 from kvroute.types import Outcome
 
 MAX_KEPT_BYTES = 16 * 2**20
@@ -63,16 +63,26 @@ class PrefillLeg:
         self._ended = False
 
     async def run(
-        self, request: Request, body: bytes, headers: Sequence[Header], deadline_s: float, *, keeps: bool
+        self,
+        request: Request,
+        body: bytes,
+        headers: Sequence[Header],
+        deadline_s: float,
+        *,
+        keeps: bool,
+        once: bool,
     ) -> bytes:
-        """The body of its answer, where it is to be kept; raises `PrefillFailed`."""
+        """The body of its answer, where it is to be kept; raises `PrefillFailed`. `once` as in `Sending.post`."""
         books, member = self._books, self._half.member
         head = request_head(replace(request, body=body), member, books.config, "", None, headers)
         try:
-            response = await self._sending.post(head, body, books.prefill_timeouts, deadline_s)
+            response = await self._sending.post(head, body, books.prefill_timeouts, deadline_s, once=once)
             assert response is not None
             self._status = response.status
             await self._read(response, keeps=keeps or response.status != 200)
+        except StaleConnection:
+            message = "its worker closed the connection, and may have met the decode worker"
+            raise PrefillFailed(Failure.RESET, message, is_nobodys=True) from None
         except GatewayError as error:
             failure = error.failure
             if failure is Failure.FIRST_BYTE_TIMEOUT and books.prefill_is_short:

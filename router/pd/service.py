@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import cast
 
 import structlog
+from msgspec import Raw
 from msgspec.structs import replace
 
 from kvroute.policies.costs.links import nearness
 from kvroute.router.dispatch import Choice, Dispatcher, PrefillHalf
 from kvroute.router.eligible import Task
 from kvroute.router.errors import Failure, GatewayError
-from kvroute.router.pd.body import Fields, leg_body, without
+from kvroute.router.pd.body import Fields, leg_body, read_fields, without
 from kvroute.router.pd.books import Asked, Books
 from kvroute.router.pd.connector import Connector, DecodeFirst, Pair, Serving
 from kvroute.router.pd.connectors.fields import CLIENT_FIELDS
@@ -27,6 +28,9 @@ from kvroute.types import EngineKind, Outcome, Role
 log = structlog.get_logger(__name__)
 
 MAX_SHAKEN = 4096
+XARGS = "vllm_xargs"
+NESTED = frozenset({"kv_transfer_params", "ec_transfer_params"})
+"""vLLM takes what is in `vllm_xargs` for arguments of its own, these among them."""
 RANK_HEADERS = frozenset({b"x-data-parallel-rank"})
 
 
@@ -82,7 +86,13 @@ class Pd:
     def _cleaned(
         self, request: Request, fields: Fields | None, *, refuse: bool
     ) -> tuple[Request, Fields | None]:
-        given = sorted(CLIENT_FIELDS & fields.keys()) if fields is not None else _odd_fields(request.body)
+        if fields is None:
+            given = _odd_fields(request.body)
+        else:
+            given = sorted(CLIENT_FIELDS & fields.keys())
+            if XARGS in fields and not NESTED.isdisjoint(nested := read_fields(bytes(fields[XARGS])) or {}):
+                given.append(XARGS)
+                fields = {**fields, XARGS: Raw(leg_body(without(nested, NESTED), {}))}
         ranks = RANK_HEADERS & request.fields.keys()
         count = self.books.pd_metrics.client_fields
         if not given and not ranks:

@@ -22,31 +22,28 @@ import secrets
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
-from msgspec import Struct
 from msgspec.structs import replace
 
 from kvroute.clock import monotonic
 from kvroute.router.discovery import read_metrics
-from kvroute.router.dispatch import Choice, PrefillHalf
+from kvroute.router.dispatch import Choice
 from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.heads import request_head
 from kvroute.router.pd.asking import declines
 from kvroute.router.pd.body import Fields, leg_body, short_prefill
-from kvroute.router.pd.books import Asked, Books
-from kvroute.router.pd.connector import CannotHandOver, Connector, DecodeFirst, Leg, Pair
+from kvroute.router.pd.books import Asked
+from kvroute.router.pd.connector import CannotHandOver, Leg, Pair
+from kvroute.router.pd.desk import Desk, Kept
 from kvroute.router.pd.planning import Planned
 from kvroute.router.pd.prefill_leg import PrefillFailed, PrefillLeg
 from kvroute.router.probe import get
 from kvroute.router.sending import Sending
-from kvroute.router.upstream import Response
+from kvroute.router.upstream import Response, StaleConnection
 from kvroute.router.workers import Member
-from kvroute.types import Outcome
 
-SEND_WITHIN = 0.8
-"""Of the engines' lease: later KV is not sent."""
 BLAME_S = 0.05
 """When a decode worker fails, the cause may be a prefill worker that fails at the same time."""
 NEVER_SENT = frozenset(
@@ -65,51 +62,6 @@ class Phase(StrEnum):
     DECODING = "decoding"
     DONE = "done"
     FAILED = "failed"
-
-
-class Kept(Struct):
-    """KV that lies at a prefill worker for one request."""
-
-    connector: Connector
-    pair: Pair
-    handoff: Any
-    since_s: float
-    until_s: float
-    """Then it is gone."""
-    expired: int
-    """How often the worker had let KV go by then."""
-
-    @property
-    def send_by_s(self) -> float:
-        return self.since_s + SEND_WITHIN * (self.until_s - self.since_s)
-
-
-class Desk(Protocol):
-    """What a split request needs of the gateway."""
-
-    books: Books
-
-    def connector(self, prefill: Member) -> Connector: ...
-
-    def asks_first(self, connector: Connector) -> DecodeFirst | None:
-        """The same, where it asks the decode worker before any prefill."""
-        ...
-
-    def prefilled(self, choice: Choice, asked: Asked, outcome: Outcome) -> None:
-        """A prefill leg is over."""
-        ...
-
-    def handed_over(self, half: PrefillHalf, pair: Pair, handoff_s: float) -> None:
-        """From the prefill's answer to the first byte of the decode worker."""
-        ...
-
-    def spoiled(self, decode: Member) -> None:
-        """It may have fetched KV that was another's by then, and may answer from it again."""
-        ...
-
-    def let_go(self, kept: Kept, decode: Member) -> None:
-        """Nobody will fetch it; `decode` was to."""
-        ...
 
 
 class Split:
@@ -133,7 +85,7 @@ class Split:
         self._leg: PrefillLeg | None = None
         self._tasks: tuple[asyncio.Task[Any], ...] = ()
         self._kept: Kept | None = None
-        self._keeps = False
+        self._unsent = self._keeps = False
         self._since_s = 0.0
         """When this phase began."""
 
@@ -172,9 +124,8 @@ class Split:
             answered = await self._ask_first()
             if answered is not None:
                 return answered
-        if self._connector.is_concurrent:
-            return await self._both()
-        if self._kept is None:
+            if self._connector.is_concurrent:
+                return await self._both()
             await self._prefill()
         return await self._hand_over()
 
@@ -253,7 +204,14 @@ class Split:
             fields = short_prefill(self._request.target.partition(b"?")[0], fields)
         body = leg_body(fields, own.fields)
         headers = self._headers(own)
-        return await leg.run(self._request, body, headers, self._deadline_s, keeps=connector.shortens_prefill)
+        return await leg.run(
+            self._request,
+            body,
+            headers,
+            self._deadline_s,
+            keeps=connector.shortens_prefill,
+            once=connector.is_concurrent,
+        )
 
     def _prefilled(self, leg: PrefillLeg, handoff: Any) -> None:
         now_s = monotonic()
@@ -279,7 +237,8 @@ class Split:
         if response is None:
             books = self._desk.books
             books.pd_metrics.expired.add("handoff")
-            raise PrefillFailed(Failure.HANDOFF_EXPIRED, "its KV is too old to be sent on")
+            message = "its KV is too old to be sent on"
+            raise PrefillFailed(Failure.HANDOFF_EXPIRED, message, is_nobodys=True)
         return response
 
     def _decode_leg(self, pair: Pair, handoff: Any) -> Leg:
@@ -303,10 +262,13 @@ class Split:
             self._headers(own),
         )
         try:
-            return await sending.post(head, body, timeouts, self._deadline_s, send_by_s=send_by_s)
+            return await sending.post(head, body, timeouts, self._deadline_s, once=True, send_by_s=send_by_s)
+        except StaleConnection:
+            message = "the decode worker closed its connection, and may have fetched the KV"
+            raise PrefillFailed(Failure.RESET, message, is_nobodys=True) from None
         except GatewayError as error:
             if error.failure in NEVER_SENT:
-                self._keeps = self._kept is not None and self._kept.handoff is not None
+                self._unsent = self._kept is not None and self._kept.handoff is not None
             elif (
                 error.failure is Failure.FIRST_BYTE_TIMEOUT
                 and books.decode_is_short
@@ -327,6 +289,8 @@ class Split:
         """Of an answer that came when the lease may have been over: whether it can be what it should be."""
         kept, sending = self._kept, self.sending
         if kept is None or kept.handoff is None or monotonic() < kept.send_by_s:
+            return
+        if self._connector.is_concurrent:  # it is pushed, by whom knows whether it is still there
             return
         assert sending is not None
         connection = sending.connection
@@ -411,20 +375,31 @@ class Split:
             self._desk.handed_over(self._half, self._pair, monotonic() - self._since_s)
         self._enter(Phase.DECODING)
         self._kept = None
+
+    def drop_body(self) -> None:
+        """The request will not be sent again."""
         self._fields = {}
+        self._request.body = b""
 
     def _fail(self) -> None:
+        if self._connector.is_concurrent and self._connector.prepares:
+            self._connector.forget(self._half.member)  # it may be another process than the one that was asked
         self.phase = Phase.FAILED
 
-    def keep(self) -> bool:
-        """Whether what the prefill left may go to another decode worker; then `end` lets it lie."""
+    @property
+    def may_keep(self) -> bool:
+        """Whether what the prefill left may go to another decode worker."""
         kept = self._kept
-        self._keeps = self._keeps and kept is not None and monotonic() < kept.send_by_s
-        return self._keeps
+        return self._unsent and kept is not None and monotonic() < kept.send_by_s
+
+    def keep(self) -> None:
+        """Another one is chosen for it: `end` lets it lie."""
+        self._keeps = True
 
     def end(self) -> None:
         """This attempt is over, whatever the phase: legs are closed and written down, KV is let go."""
-        keeps, self._keeps = self._keeps, False
+        keeps = self._keeps
+        self._unsent = self._keeps = False
         for task in self._tasks:
             task.cancel()
         self._tasks = ()

@@ -1,0 +1,61 @@
+"""What a split request leaves at its prefill worker, and what it needs of the gateway."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from kvroute.router.dispatch import Choice, PrefillHalf
+from kvroute.router.pd.books import Asked, Books
+from kvroute.router.pd.connector import Connector, DecodeFirst, Pair
+from kvroute.router.workers import Member
+from kvroute.types import Outcome
+
+SEND_WITHIN = 0.8
+"""Of the engines' lease: later KV is not sent."""
+
+
+class Kept(Struct):
+    """KV that lies at a prefill worker for one request."""
+
+    connector: Connector
+    pair: Pair
+    handoff: Any
+    since_s: float
+    until_s: float
+    """Then it is gone."""
+    expired: int
+    """How often the worker had let KV go by then."""
+
+    @property
+    def send_by_s(self) -> float:
+        return self.since_s + SEND_WITHIN * (self.until_s - self.since_s)
+
+
+class Desk(Protocol):
+    """What a split request needs of the gateway."""
+
+    books: Books
+
+    def connector(self, prefill: Member) -> Connector: ...
+
+    def asks_first(self, connector: Connector) -> DecodeFirst | None:
+        """The same, where it asks the decode worker before any prefill."""
+        ...
+
+    def prefilled(self, choice: Choice, asked: Asked, outcome: Outcome) -> None:
+        """A prefill leg is over."""
+        ...
+
+    def handed_over(self, half: PrefillHalf, pair: Pair, handoff_s: float) -> None:
+        """From the prefill's answer to the first byte of the decode worker."""
+        ...
+
+    def spoiled(self, decode: Member) -> None:
+        """It may have fetched KV that was another's by then, and may answer from it again."""
+        ...
+
+    def let_go(self, kept: Kept, decode: Member) -> None:
+        """Nobody will fetch it; `decode` was to."""
+        ...
