@@ -153,7 +153,7 @@ class GatewayError(Exception):
         """The whole HTTP response."""
         body = self.body()
         lines = [
-            b"HTTP/1.1 %d %s" % (self.status, REASONS[self.status]),
+            b"HTTP/1.1 %d %s" % (self.status, REASONS.get(self.status, b"Refused")),
             b"content-type: application/json",
             b"content-length: %d" % len(body),
         ]

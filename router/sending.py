@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvroute.clock import monotonic
 from kvroute.config_groups import Timeouts
 from kvroute.router.metrics import Metrics
+from kvroute.router.sweeper import NEVER
 from kvroute.router.upstream import Response, StaleConnection, UpstreamConnection
 from kvroute.router.workers import Member
 
@@ -29,12 +30,13 @@ class Sending:
         head_only: bool = False,
         once: bool = False,
         send_by_s: float | None = None,
+        first_byte_by_s: float = NEVER,
     ) -> Response | None:
         """Send on a pooled connection if there is one; if that has gone stale, once more on a fresh one.
 
         Not so with `once`: a worker that died over the request looks the same, and what names KV must not
-        come to it twice. Then StaleConnection is raised. None when `send_by_s` (on `kvroute.clock`) has passed
-        before it could be sent: nothing was.
+        come to it twice. Then StaleConnection is raised. None when `send_by_s` (on `kvroute.clock`) has
+        passed before it could be sent: nothing was. `first_byte_by_s` as in `UpstreamConnection.send`.
         """
         self.finish()
         pool = self._member.pool
@@ -46,7 +48,7 @@ class Sending:
                 pool.keep(connection)
                 return None
             try:
-                return await connection.send(head, body, head_only, timeouts, deadline_s)
+                return await connection.send(head, body, head_only, timeouts, deadline_s, first_byte_by_s)
             except StaleConnection:
                 self._metrics.stale.add()
                 connection.finish()

@@ -85,9 +85,18 @@ class UpstreamConnection(asyncio.Protocol):
     # --- one exchange --------------------------------------------------------------------------
 
     def send(
-        self, head: bytes, body: bytes, head_only: bool, timeouts: Timeouts, total_deadline_s: float
+        self,
+        head: bytes,
+        body: bytes,
+        head_only: bool,
+        timeouts: Timeouts,
+        total_deadline_s: float,
+        first_byte_by_s: float = NEVER,
     ) -> asyncio.Future[Response]:
-        """Write a request. The future raises StaleConnection or GatewayError."""
+        """Write a request. The future raises StaleConnection or GatewayError.
+
+        The first body byte is waited for until `first_byte_by_s` at most, where that is before the time-outs.
+        """
         self._exchanging = True
         self._complete = self._reusable = self._seen_bytes = False
         self._head_only = head_only
@@ -99,7 +108,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._idle_s = timeouts.idle_s
         self._total_deadline_s = total_deadline_s
         self._ready = ready = self._loop.create_future()
-        self.deadline_s = min(monotonic() + timeouts.first_byte_s, total_deadline_s)
+        self.deadline_s = min(monotonic() + timeouts.first_byte_s, total_deadline_s, first_byte_by_s)
         if self._closed:
             self._fail_lost()
         elif len(body) < 16_384:

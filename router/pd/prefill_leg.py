@@ -43,6 +43,22 @@ class PrefillFailed(GatewayError):
         return self.failure in (Failure.PREFILL_REFUSED, Failure.NO_HANDOFF)
 
 
+class PrefillRefused(PrefillFailed):
+    """With a status of 4xx. Where nobody else can do the request, its client reads what the worker said."""
+
+    def __init__(self, message: str, status: int, answer: bytes) -> None:
+        super().__init__(Failure.PREFILL_REFUSED, message, status)
+        self._status = status
+        self._answer = answer
+
+    @property
+    def status(self) -> int:
+        return self._status
+
+    def body(self) -> bytes:
+        return self._answer if self._answer.lstrip()[:1] == b"{" else super().body()
+
+
 class PrefillLeg:
     """`run` once, then `end`, which is idempotent and never fails."""
 
@@ -72,7 +88,7 @@ class PrefillLeg:
         keeps: bool,
         once: bool,
     ) -> bytes:
-        """The body of its answer, where it is to be kept; raises `PrefillFailed`. `once` as in `Sending.post`."""
+        """The body of its answer, where it `keeps` it; raises `PrefillFailed`. `once` as in `Sending.post`."""
         books, member = self._books, self._half.member
         head = request_head(replace(request, body=body), member, books.config, "", None, headers)
         try:
@@ -113,12 +129,11 @@ class PrefillLeg:
         if status == 200:
             return answer
         said = shorten(answer.decode("utf-8", "replace"), MAX_SAID_CHARS)
-        failure = Failure.BAD_RESPONSE
+        message = f"worker answered {status}: {said}"
         if status in REFUSALS and status not in BUSY:
-            failure = Failure.PREFILL_REFUSED
-        else:
-            self._failure = f"status_{status}"
-        raise PrefillFailed(failure, f"worker answered {status}: {said}", status)
+            raise PrefillRefused(message, status, answer)
+        self._failure = f"status_{status}"
+        raise PrefillFailed(Failure.BAD_RESPONSE, message, status)
 
     def failed(self, failure: Failure, message: str, status: int | None = None) -> PrefillFailed:
         """Note that its worker has failed."""

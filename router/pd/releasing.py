@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -29,6 +30,9 @@ class Release(Struct, frozen=True):
     """Decode workers, the likeliest to reach the prefill worker first."""
     until_s: float
     """On `kvroute.clock`: from then on the KV is gone by itself."""
+    again_after_s: float | None = None
+    """A decode worker that has never met the prefill worker passes it on with the next request that comes to
+    it (vLLM 0.32), so that it is told twice."""
 
 
 class Releaser:
@@ -99,6 +103,10 @@ class Releaser:
                 result = "failed"
                 continue
             if answer.status < 500:
+                if release.again_after_s is not None:
+                    await asyncio.sleep(release.again_after_s)
+                    with suppress(TimeoutError, GatewayError):
+                        await post(member, release.path, body, self._timeout_s)
                 return "released"
             result = "failed"
         return result

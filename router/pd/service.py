@@ -16,17 +16,19 @@ from kvroute.router.pd.body import Fields, leg_body, read_fields, without
 from kvroute.router.pd.books import Asked, Books
 from kvroute.router.pd.connector import Connector, DecodeFirst, Pair, Serving
 from kvroute.router.pd.connectors.fields import CLIENT_FIELDS
+from kvroute.router.pd.desk import Kept
 from kvroute.router.pd.measuring import HandoffSpeeds
 from kvroute.router.pd.planning import Planned, plan, read_body
 from kvroute.router.pd.registry import make_connector
 from kvroute.router.pd.releasing import Release, Releaser
-from kvroute.router.pd.split import Kept, Split
+from kvroute.router.pd.split import Split
 from kvroute.router.request_parser import Request
 from kvroute.router.workers import Member, State
 from kvroute.types import EngineKind, Outcome, Role
 
 log = structlog.get_logger(__name__)
 
+AGAIN_S = 1.0
 MAX_SHAKEN = 4096
 XARGS = "vllm_xargs"
 NESTED = frozenset({"kv_transfer_params", "ec_transfer_params"})
@@ -191,7 +193,8 @@ class Pd:
         others = [one for one in ready if one.worker.role is not Role.PREFILL and one is not prefill]
         shaken = self._shaken
         others.sort(key=lambda one: ((prefill.worker.id, one.worker.id) not in shaken, one is not decode))
-        self.releaser.release(Release(*told, others, kept.until_s))
+        met = bool(others) and (prefill.worker.id, others[0].worker.id) in shaken
+        self.releaser.release(Release(*told, others, kept.until_s, None if met else AGAIN_S))
 
 
 def _odd_fields(body: bytes) -> list[str]:

@@ -38,9 +38,10 @@ from kvroute.router.pd.books import Asked
 from kvroute.router.pd.connector import CannotHandOver, Leg, Pair
 from kvroute.router.pd.desk import Desk, Kept
 from kvroute.router.pd.planning import Planned
-from kvroute.router.pd.prefill_leg import PrefillFailed, PrefillLeg
+from kvroute.router.pd.prefill_leg import REFUSALS, PrefillFailed, PrefillLeg
 from kvroute.router.probe import get
 from kvroute.router.sending import Sending
+from kvroute.router.sweeper import NEVER
 from kvroute.router.upstream import Response, StaleConnection
 from kvroute.router.workers import Member
 
@@ -251,8 +252,10 @@ class Split:
         books, sending = self._desk.books, self.sending
         assert sending is not None
         body = leg_body(self._fields, own.fields) if own.fields else self._request.body
-        is_short = self._asked.view.stream and books.decode_is_short
-        timeouts = books.decode_timeouts if is_short else books.config.timeouts
+        streams = self._asked.view.stream
+        timeouts = books.decode_timeouts if streams else books.config.timeouts
+        # Given up in time, it fetches nothing. What it fetches too late stays in its cache, wrong.
+        by_s = send_by_s if streams and send_by_s is not None else NEVER
         head = request_head(
             replace(self._request, body=body),
             self._choice.member,
@@ -262,7 +265,15 @@ class Split:
             self._headers(own),
         )
         try:
-            return await sending.post(head, body, timeouts, self._deadline_s, once=True, send_by_s=send_by_s)
+            return await sending.post(
+                head,
+                body,
+                timeouts,
+                self._deadline_s,
+                once=True,
+                send_by_s=send_by_s,
+                first_byte_by_s=by_s,
+            )
         except StaleConnection:
             message = "the decode worker closed its connection, and may have fetched the KV"
             raise PrefillFailed(Failure.RESET, message, is_nobodys=True) from None
@@ -271,8 +282,8 @@ class Split:
                 self._unsent = self._kept is not None and self._kept.handoff is not None
             elif (
                 error.failure is Failure.FIRST_BYTE_TIMEOUT
-                and books.decode_is_short
-                and self._asked.view.stream
+                and streams
+                and (books.decode_is_short or by_s < NEVER)
             ):
                 raise GatewayError(Failure.DECODE_TIMEOUT, error.message) from None
             raise
@@ -290,7 +301,7 @@ class Split:
         kept, sending = self._kept, self.sending
         if kept is None or kept.handoff is None or monotonic() < kept.send_by_s:
             return
-        if self._connector.is_concurrent:  # it is pushed, by whom knows whether it is still there
+        if self._connector.is_concurrent:  # whoever pushes KV knows whether it is still there
             return
         assert sending is not None
         connection = sending.connection
@@ -332,10 +343,11 @@ class Split:
             await asyncio.wait((decode,))
         failed = decode.exception() is not None
         response = None if failed else decode.result()
-        if failed or (response is not None and response.status >= 400):
+        if response is None or response.status >= 400:
             await asyncio.wait((prefill,), timeout=BLAME_S)
-            if prefill.done():
-                prefill.result()
+            fault = prefill.exception() if prefill.done() else None
+            if fault is not None and not (response is not None and _refuse_both(fault, response)):
+                raise fault
         if response is None:
             response = decode.result()
         assert response is not None
@@ -379,7 +391,6 @@ class Split:
     def drop_body(self) -> None:
         """The request will not be sent again."""
         self._fields = {}
-        self._request.body = b""
 
     def _fail(self) -> None:
         if self._connector.is_concurrent and self._connector.prepares:
@@ -429,6 +440,15 @@ class Split:
             if isinstance(fields, dict):
                 self._prefilled(leg, self._connector.handoff(fields))
                 self._fail()
+
+
+def _refuse_both(fault: BaseException, response: Response) -> bool:
+    """Whether the request itself is at fault: then the client reads what the decode worker says of it."""
+    return (
+        isinstance(fault, PrefillFailed)
+        and fault.failure is Failure.PREFILL_REFUSED
+        and response.status in REFUSALS
+    )
 
 
 def _seen(task: asyncio.Task[Any]) -> None:
