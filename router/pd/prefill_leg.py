@@ -88,7 +88,7 @@ class PrefillLeg:
         keeps: bool,
         once: bool,
     ) -> bytes:
-        """The body of its answer, where it `keeps` it; raises `PrefillFailed`. `once` as in `Sending.post`."""
+        """The body of its answer, where it `keeps` one; raises `PrefillFailed`. `once`: as `Sending.post`."""
         books, member = self._books, self._half.member
         head = request_head(replace(request, body=body), member, books.config, "", None, headers)
         try:
