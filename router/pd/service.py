@@ -12,7 +12,7 @@ from kvroute.policies.costs.links import nearness
 from kvroute.router.dispatch import Choice, Dispatcher, PrefillHalf
 from kvroute.router.eligible import Task
 from kvroute.router.errors import Failure, GatewayError
-from kvroute.router.pd.body import Fields, leg_body, read_fields, without
+from kvroute.router.pd.body import Fields, leg_body, read_fields, read_oddly, without
 from kvroute.router.pd.books import Asked, Books
 from kvroute.router.pd.connector import Connector, DecodeFirst, Pair, Serving
 from kvroute.router.pd.connectors.fields import CLIENT_FIELDS
@@ -198,5 +198,10 @@ class Pd:
 
 
 def _odd_fields(body: bytes) -> list[str]:
-    """Transfer fields in a body that cannot be changed: looked for as they are usually written."""
-    return sorted(name for name in CLIENT_FIELDS if b'"%b"' % name.encode() in body)
+    """Transfer fields in a body that cannot be changed, however they are written there."""
+    found = {name for name in CLIENT_FIELDS if b'"%b"' % name.encode() in body}
+    if b"\\u" in body or b"\0" in body:
+        value = read_oddly(body)
+        nested = value.get(XARGS)
+        found |= CLIENT_FIELDS & {*value, *(nested if isinstance(nested, dict) else ())}
+    return sorted(found)
