@@ -21,7 +21,7 @@ class P2pNcclConnector:
     decode_takes_whole: ClassVar[bool] = False  # an id without an address ends the engine
     takes_lists: ClassVar[bool] = True
     shortens_prefill: ClassVar[bool] = True
-    prepares: ClassVar[bool] = False
+    prepares: ClassVar[bool] = True
     client_fields: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, config: PdConfig) -> None:
