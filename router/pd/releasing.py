@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvroute.clock import monotonic
 from kvroute.router.errors import GatewayError
 from kvroute.router.metrics import Counter
 from kvroute.router.probe import post
-from kvroute.router.workers import Member, State
+from kvroute.router.workers import Member
 
 AT_A_TIME = 8
-TRIES = 2
+ASKED = 2
 """Decode workers that are asked to pass it on."""
+TRIES = 4
+RETRY_S = 0.5
+"""Until the next try, when none of them could be reached: the cause may be their restart."""
 
 
 class Release(Struct, frozen=True):
@@ -26,13 +29,22 @@ class Release(Struct, frozen=True):
 
     path: str
     body: Mapping[str, Any]
-    by: Sequence[Member]
-    """Decode workers, the likeliest to reach the prefill worker first."""
+    by: Callable[[], Sequence[Member]]
+    """Decode workers, the likeliest to reach the prefill worker first; asked for at each try: they restart."""
     until_s: float
     """On `kvroute.clock`: from then on the KV is gone by itself."""
     again_after_s: float | None = None
     """A decode worker that has never met the prefill worker passes it on with the next request that comes to
     it (vLLM 0.32), so that it is told twice."""
+
+
+class _Due(Struct, frozen=True):
+    """Something to be sent."""
+
+    release: Release
+    tries: int = TRIES
+    is_repeat: bool = False
+    """It was sent before."""
 
 
 class Releaser:
@@ -42,25 +54,16 @@ class Releaser:
         self._counter = counter
         self._timeout_s = timeout_s
         self._capacity = capacity
-        self._due: asyncio.Queue[Release] = asyncio.Queue(capacity)
+        self._due: asyncio.Queue[_Due] = asyncio.Queue()
+        self._later: set[asyncio.TimerHandle] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
-        return self._due.qsize() + len(self._tasks)
+        return self._due.qsize() + len(self._later) + len(self._tasks)
 
     def release(self, release: Release) -> None:
         """Soon; nobody waits for it."""
-        if not release.by:
-            self._counter.add("nobody")
-            return
-        if self._due.full():
-            self._counter.add("dropped")
-            return
-        self._due.put_nowait(release)
-        if len(self._tasks) < AT_A_TIME:
-            task = asyncio.get_running_loop().create_task(self._run())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        self._begin(_Due(release))
 
     def reset(self, member: Member) -> None:
         """Have a worker forget its prefix cache: what it holds may not be what it seems."""
@@ -77,6 +80,9 @@ class Releaser:
 
     async def stop(self, within_s: float = 1.0) -> None:
         """Send what is due, but for so long at most; idempotent."""
+        for timer in self._later:
+            timer.cancel()
+        self._later.clear()
         tasks = list(self._tasks)
         if tasks:
             await asyncio.wait(tasks, timeout=within_s)
@@ -84,29 +90,62 @@ class Releaser:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _begin(self, due: _Due) -> None:
+        if self._is_full():
+            self._drop(due)
+            return
+        self._due.put_nowait(due)
+        if len(self._tasks) < AT_A_TIME:
+            task = asyncio.get_running_loop().create_task(self._run())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _is_full(self) -> bool:
+        return self._due.qsize() + len(self._later) >= self._capacity
+
+    def _drop(self, due: _Due) -> None:
+        if not due.is_repeat:
+            self._counter.add("dropped")
+
     async def _run(self) -> None:
         while not self._due.empty():
-            self._counter.add(await self._send(self._due.get_nowait()))
+            due = self._due.get_nowait()
+            release = due.release
+            result = await self._send(release)
+            if due.is_repeat:
+                continue
+            if result in ("failed", "nobody") and due.tries > 1:
+                self._put_off(RETRY_S, replace(due, tries=due.tries - 1))
+                continue
+            self._counter.add(result)
+            if result == "released" and release.again_after_s is not None:
+                self._put_off(release.again_after_s, _Due(release, is_repeat=True))
+
+    def _put_off(self, delay_s: float, due: _Due) -> None:
+        if self._is_full():
+            self._drop(due)
+            return
+
+        def go_on() -> None:
+            self._later.discard(timer)
+            self._begin(due)
+
+        timer = asyncio.get_running_loop().call_later(delay_s, go_on)
+        self._later.add(timer)
 
     async def _send(self, release: Release) -> str:
         """`released` when a worker has heard it; what it answers is a refusal, as is meant."""
         body = msgspec.json.encode(release.body)
-        result = "gone"
-        for member in release.by[:TRIES]:
+        result = "nobody"
+        for member in release.by()[:ASKED]:
             if monotonic() >= release.until_s:
                 return "expired"
-            if member.state is State.GONE:
-                continue
             try:
                 answer = await post(member, release.path, body, self._timeout_s)
             except (TimeoutError, GatewayError):
                 result = "failed"
                 continue
             if answer.status < 500:
-                if release.again_after_s is not None:
-                    await asyncio.sleep(release.again_after_s)
-                    with suppress(TimeoutError, GatewayError):
-                        await post(member, release.path, body, self._timeout_s)
                 return "released"
             result = "failed"
         return result

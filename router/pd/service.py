@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 import structlog
@@ -188,13 +189,19 @@ class Pd:
         told = kept.connector.release(kept.pair, kept.handoff)
         if told is None:
             return
-        prefill = kept.pair.prefill
+        prefill, shaken = kept.pair.prefill, self._shaken
+        others = self._decode_workers(prefill, decode)
+        met = bool(others) and (prefill.worker.id, others[0].worker.id) in shaken
+        by = partial(self._decode_workers, prefill, decode)
+        self.releaser.release(Release(*told, by, kept.until_s, None if met else AGAIN_S))
+
+    def _decode_workers(self, prefill: Member, decode: Member) -> list[Member]:
+        """Those that may pass a release on, the likeliest to reach the prefill worker first."""
         ready = [member for member in self.books.registry.members.values() if member.state is State.READY]
         others = [one for one in ready if one.worker.role is not Role.PREFILL and one is not prefill]
         shaken = self._shaken
         others.sort(key=lambda one: ((prefill.worker.id, one.worker.id) not in shaken, one is not decode))
-        met = bool(others) and (prefill.worker.id, others[0].worker.id) in shaken
-        self.releaser.release(Release(*told, others, kept.until_s, None if met else AGAIN_S))
+        return others
 
 
 def _odd_fields(body: bytes) -> list[str]:
