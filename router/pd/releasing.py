@@ -30,7 +30,7 @@ class Release(Struct, frozen=True):
     path: str
     body: Mapping[str, Any]
     by: Callable[[], Sequence[Member]]
-    """Decode workers, the likeliest to reach the prefill worker first; asked for at each try: they restart."""
+    """Decode workers, the likeliest to reach the prefill one first. Asked for at each try: they restart."""
     until_s: float
     """On `kvroute.clock`: from then on the KV is gone by itself."""
     again_after_s: float | None = None
