@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
@@ -154,6 +155,14 @@ class _WireUsage(Struct):
         return (
             self.input_tokens + (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
         )
+
+
+def usage_in(answer: Mapping[str, Any]) -> Usage:
+    """Of an answer that was read whole."""
+    try:
+        return msgspec.convert(answer.get("usage"), _WireUsage).usage()
+    except msgspec.ValidationError:
+        return NO_USAGE
 
 
 _decode_usage = msgspec.json.Decoder(_WireUsage).decode

@@ -30,9 +30,11 @@ class HandoffSpeeds:
 
     def observe(self, near: Nearness, payload_bytes: int, handoff_s: float) -> None:
         """One handoff is over."""
+        if payload_bytes < MIN_BYTES:
+            return
         links = self._dispatcher.pd_links
         link = links.of(near)
-        if payload_bytes < MIN_BYTES or handoff_s <= link.latency_s:
+        if handoff_s <= link.latency_s:
             return
         seen = min(1 / SLOWEST, max(1 / FASTEST, (handoff_s - link.latency_s) / payload_bytes))
         known = self._seconds_per_byte.get(near, 1 / link.bytes_per_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import orjson
 from msgspec.structs import replace
@@ -11,7 +12,7 @@ from kvroute.clock import monotonic
 from kvroute.router.dispatch import PrefillHalf
 from kvroute.router.errors import Failure, GatewayError, shorten
 from kvroute.router.heads import request_head
-from kvroute.router.meter import NO_USAGE, Meter, Usage
+from kvroute.router.meter import NO_USAGE, Meter, Usage, usage_in
 from kvroute.router.pd.books import Books
 from kvroute.router.pd.connector import Header
 from kvroute.router.request_parser import Request
@@ -87,8 +88,11 @@ class PrefillLeg:
         *,
         keeps: bool,
         once: bool,
-    ) -> bytes:
-        """The body of its answer, where it `keeps` one; raises `PrefillFailed`. `once`: as `Sending.post`."""
+    ) -> None:
+        """Until its answer is there, which it `keeps` or not; raises `PrefillFailed`.
+
+        `once` as in `Sending.post`.
+        """
         books, member = self._books, self._half.member
         head = request_head(replace(request, body=body), member, books.config, "", None, headers)
         try:
@@ -105,8 +109,10 @@ class PrefillLeg:
                 failure = Failure.PREFILL_TIMEOUT
             raise self.failed(failure, error.message, error.upstream_status) from None
         self._over = True
-        self._usage = self._meter.usage()
-        return self._checked(response.status)
+        if not keeps:
+            self._usage = self._meter.usage()
+        if response.status != 200:
+            self._refuse(response.status)
 
     async def _read(self, response: Response, *, keeps: bool) -> None:
         connection, meter, pieces = self._sending.connection, self._meter, self._pieces
@@ -124,10 +130,8 @@ class PrefillLeg:
         if not connection.complete:
             await connection.stream_to(feed)
 
-    def _checked(self, status: int) -> bytes:
+    def _refuse(self, status: int) -> NoReturn:
         answer = b"".join(self._pieces)
-        if status == 200:
-            return answer
         said = shorten(answer.decode("utf-8", "replace"), MAX_SAID_CHARS)
         message = f"worker answered {status}: {said}"
         if status in REFUSALS and status not in BUSY:
@@ -152,6 +156,14 @@ class PrefillLeg:
         except orjson.JSONDecodeError:
             return True
         return not isinstance(answer, dict) or bool(answer.get("error"))
+
+    def read(self) -> dict[str, Any]:
+        """Its answer, which was kept; JSONDecodeError where it is no JSON object."""
+        answer = orjson.loads(b"".join(self._pieces))
+        if not isinstance(answer, dict):
+            raise orjson.JSONDecodeError("a JSON object is expected", "", 0)
+        self._usage = usage_in(answer)
+        return answer
 
     @property
     def usage(self) -> Usage:

@@ -182,19 +182,16 @@ class Split:
         self._enter(Phase.PREFILLING)
         leg = self._leg
         assert leg is not None
-        answer = await self._run_prefill(leg)
-        self._prefilled(leg, self._read_handoff(leg, answer))
+        await self._run_prefill(leg)
+        self._prefilled(leg, self._read_handoff(leg))
 
-    def _read_handoff(self, leg: PrefillLeg, answer: bytes) -> Any:
+    def _read_handoff(self, leg: PrefillLeg) -> Any:
         try:
-            fields = orjson.loads(answer)
-            if not isinstance(fields, dict):
-                raise CannotHandOver("its answer is no JSON object")
-            return self._connector.handoff(fields)
+            return self._connector.handoff(leg.read())
         except (orjson.JSONDecodeError, CannotHandOver) as fault:
             raise leg.fault(str(fault)) from None
 
-    async def _run_prefill(self, leg: PrefillLeg) -> bytes:
+    async def _run_prefill(self, leg: PrefillLeg) -> None:
         connector = self._connector
         try:
             own = connector.prefill_leg(self._pair)
@@ -205,7 +202,7 @@ class Split:
             fields = short_prefill(self._request.target.partition(b"?")[0], fields)
         body = leg_body(fields, own.fields)
         headers = self._headers(own)
-        return await leg.run(
+        await leg.run(
             self._request,
             body,
             headers,
@@ -364,10 +361,10 @@ class Split:
                 raise
 
     async def _alongside(self, leg: PrefillLeg) -> None:
-        answer = await self._run_prefill(leg)
+        await self._run_prefill(leg)
         decodes = self.phase is Phase.DECODING  # then KV was fetched before this was told
         if not decodes and self._connector.shortens_prefill:
-            self._read_handoff(leg, answer)
+            self._read_handoff(leg)
         self._prefilled(leg, self._prepared)
         if decodes:
             self._kept, self.phase = None, Phase.DECODING

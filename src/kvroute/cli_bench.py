@@ -83,6 +83,29 @@ def decide(
     typer.echo(show_bench_decide(result))
 
 
+@app.command()
+def relay(
+    connector: Annotated[str, typer.Option(help="How engines hand KV over: nixl, shared-storage.")] = "nixl",
+    policy: Annotated[str, typer.Option(help="One that chooses no pairs splits all.")] = "round_robin",
+    body_bytes: Annotated[
+        list[int] | None, typer.Option("--bytes", help="Of a request's body [default: 2000, 100000].")
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Requests per round.")] = 1_000,
+    rounds: Annotated[int, typer.Option(help="Rounds, for the spread.")] = 5,
+    json_file: JsonFile = None,
+) -> None:
+    """CPU of the gateway per request: whole, and split into prefill and decode."""
+    from kvroute.loadtests.bench_relay import RelayBench, run_bench_relay, show_bench_relay
+
+    try:
+        bench = RelayBench(connector, policy, tuple(body_bytes or (2_000, 100_000)), requests, rounds)
+        result = run_bench_relay(bench)
+    except (ValueError, RuntimeError) as error:
+        _fail(error)
+    _write(json_file, result)
+    typer.echo(show_bench_relay(result))
+
+
 def _fail(error: Exception) -> NoReturn:
     typer.echo(f"kvroute: {error}", err=True)
     raise typer.Exit(2)

@@ -1,0 +1,200 @@
+"""`kvroute bench relay`: the gateway's CPU per request, whole and split into prefill and decode.
+
+Real processes on this machine: mock engines that answer at once, two gateways before them (one whose workers
+do all, one whose workers do half), and this one, which asks both in turn, so that noise meets both. CPU time
+is that of the gateway's threads, by the kernel's own clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+
+START_LIMIT_S = 60.0
+OUTPUT_TOKENS = 16
+WARM_UP = 100
+CONNECTIONS = 8
+_LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class RelayBench:
+    """ValueError for what cannot be measured."""
+
+    connector: str = "nixl"
+    policy: str = "round_robin"
+    body_bytes: tuple[int, ...] = (2_000, 100_000)
+    requests: int = 1_000
+    rounds: int = 5
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} is not above 0; 1 or more is expected")
+        if not self.body_bytes or min(self.body_bytes) < 200:
+            raise ValueError("bytes: bodies of 200 bytes or more are expected")
+
+
+def run_bench_relay(bench: RelayBench) -> dict[str, Any]:
+    """The figures, `rows` by body and kind of answer."""
+    with ExitStack() as stack:
+        gateways = {name: stack.enter_context(_gateway(bench, name)) for name in ("whole", "split")}
+        rows = [
+            _measure(bench, gateways, size, streams=streams)
+            for size in bench.body_bytes
+            for streams in (False, True)
+        ]
+    return {"connector": bench.connector, "policy": bench.policy, "rounds": bench.rounds, "rows": rows}
+
+
+def show_bench_relay(result: dict[str, Any]) -> str:
+    """For people."""
+    lines = [
+        f"{result['policy']}, {result['connector']}; CPU us of the gateway per request, the median of "
+        f"{result['rounds']} rounds [lowest-highest]",
+        f"{'body':>8}  {'answer':<8}{'whole':>18}{'split':>18}  ratio",
+    ]
+    for row in result["rows"]:
+        shown = [
+            f"{row[f'{way}_us']:.0f} [{row[f'{way}_min_us']:.0f}-{row[f'{way}_max_us']:.0f}]"
+            for way in ("whole", "split")
+        ]
+        kind = "stream" if row["streams"] else "plain"
+        lines.append(f"{row['body_bytes']:>8}  {kind:<8}{shown[0]:>18}{shown[1]:>18}  {row['ratio']:.2f}")
+    return "\n".join(lines)
+
+
+def _measure(
+    bench: RelayBench, gateways: dict[str, tuple[int, int]], size: int, *, streams: bool
+) -> dict[str, Any]:
+    body = {"model": "mock", "prompt": "ab " * (size // 3), "max_tokens": OUTPUT_TOKENS, "stream": streams}
+    data = json.dumps(body).encode()
+    taken: dict[str, list[float]] = {name: [] for name in gateways}
+    for port, _ in gateways.values():
+        asyncio.run(_ask(port, data, WARM_UP))
+    for _ in range(bench.rounds):
+        for name, (port, pid) in gateways.items():
+            before_s = _cpu_s(pid)
+            asyncio.run(_ask(port, data, bench.requests))
+            taken[name].append((_cpu_s(pid) - before_s) / bench.requests * 1e6)
+    row: dict[str, Any] = {"body_bytes": len(data), "streams": streams}
+    for name, us in taken.items():
+        row |= {f"{name}_us": median(us), f"{name}_min_us": min(us), f"{name}_max_us": max(us)}
+    ratios = [split / whole for whole, split in zip(taken["whole"], taken["split"], strict=True)]
+    return {**row, "ratio": median(ratios)}
+
+
+def _cpu_s(pid: int) -> float:
+    """Of all threads of a process so far."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+async def _ask(port: int, body: bytes, count: int) -> None:
+    """So many requests over a few connections; RuntimeError for an answer that is none."""
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(body)
+    )
+    left = iter(range(count))
+
+    async def one() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in left:
+            writer.write(head + body)
+            await _read_answer(reader)
+        writer.close()
+
+    await asyncio.gather(*(one() for _ in range(CONNECTIONS)))
+
+
+async def _read_answer(reader: asyncio.StreamReader) -> None:
+    head = await reader.readuntil(b"\r\n\r\n")
+    if not head.startswith(b"HTTP/1.1 200 "):
+        raise RuntimeError(f"the gateway answered {head.splitlines()[0].decode('latin-1')}")
+    if (length := _LENGTH.search(head)) is not None:
+        await reader.readexactly(int(length[1]))
+        return
+    while size := int(await reader.readuntil(b"\r\n"), 16):
+        await reader.readexactly(size + 2)
+    await reader.readexactly(2)
+
+
+# Processes.
+
+
+@contextmanager
+def _gateway(bench: RelayBench, way: str) -> Iterator[tuple[int, int]]:
+    """(port, pid) of a gateway before four engines of its own, all ready."""
+    first, port = _free_ports(4), _free_ports(1)
+    urls = [f"http://127.0.0.1:{first + i}" for i in range(4)]
+    if way == "split":
+        roles = ["--prefill", "2", "--decode", "2", "--pd-connector", bench.connector]
+        workers = [*_each("--prefill", urls[:2]), *_each("--decode", urls[2:])]
+        workers += ["--pd-connector", bench.connector]
+    else:
+        roles, workers = ["--engines", "4"], _each("--worker", urls)
+    engines = ["mock-engine", "--port", str(first), "--speed", "inf", "--kv-blocks", "400000", *roles]
+    serve = ["serve", "--port", str(port), "--policy", bench.policy, "--log-level", "error", *workers]
+    with _process(engines), _process(serve) as gateway:
+        _await_ready(port)
+        yield port, gateway.pid
+
+
+def _each(flag: str, values: Sequence[str]) -> list[str]:
+    return [word for value in values for word in (flag, value)]
+
+
+@contextmanager
+def _process(arguments: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVROUTE_")}
+    env = {**kept, "KVROUTE_ADMIN__ENABLED": "false", "KVROUTE_HEALTH__SLOW_START_S": "0"}
+    process = subprocess.Popen([sys.executable, "-m", "kvroute", *arguments], env=env)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _await_ready(port: int) -> None:
+    """RuntimeError when its four workers are not ready in time."""
+    until_s = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < until_s:
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=5).json()["workers"].get("ready") == 4:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    raise RuntimeError(f"the gateway had not four workers within {START_LIMIT_S:.0f} s")
+
+
+def _free_ports(count: int) -> int:
+    """The first of so many in a row that are free now."""
+    for _ in range(100):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            first = int(probe.getsockname()[1])
+        if first + count < 65536 and all(map(_is_free, range(first, first + count))):
+            return first
+    raise RuntimeError(f"no {count} free ports in a row")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
