@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint test-engines test-deploy test-soak test-browser coverage clean
+.PHONY: help demo test lint test-engines test-deploy test-soak test-browser fault-matrix coverage clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,10 @@ test-soak: $(VENV)/.installed-dev ## long and heavy tests
 
 test-browser: $(VENV)/.installed-dev ## the report in a real browser (needs chromium and pdftotext)
 	$(PYTEST) -m browser tests/browser
+
+fault-matrix: $(VENV)/.installed ## every fault of a split request, either leg, each phase: run/fault-matrix.md
+	@mkdir -p run
+	$(BIN)/python -m kvroute.loadtests.fault_matrix --out run/fault-matrix.md
 
 coverage: $(VENV)/.installed-dev ## line coverage; fails when router/, policies/ and conductor/ fall under 90 %
 	$(UNIT) --cov --cov-report=xml
