@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
+
+BROKEN = ("ttft", "itl", "e2e", "room")
+"""What a candidate may break; the last is no limit of time, but the decode worker's KV room."""
+KEPT = 0
+"""The code of a candidate that keeps all; else its place in `BROKEN` plus one."""
+Codes = NDArray[np.int8]
+Floats = NDArray[np.float64]
 
 
 class Limits(Struct, frozen=True, gc=False):
@@ -21,6 +30,23 @@ class Limits(Struct, frozen=True, gc=False):
         if self.e2e_s is not None and ttft_s + output_tokens * itl_s > self.e2e_s:
             return "e2e"
         return None
+
+    def codes(self, ttft_s: Floats, itl_s: Floats, output_tokens: float) -> Codes | None:
+        """Which limit each of many predictions breaks, as `broken`; None where there is none to break.
+
+        The two broadcast against each other.
+        """
+        if self == NO_LIMITS:
+            return None
+        codes = np.zeros(np.broadcast_shapes(ttft_s.shape, itl_s.shape), np.int8)
+        for code, limit_s, predicted_s in (  # the first that is broken is written last
+            (3, self.e2e_s, ttft_s + output_tokens * itl_s),
+            (2, self.itl_s, itl_s),
+            (1, self.ttft_s, ttft_s),
+        ):
+            if limit_s is not None:
+                codes[np.broadcast_to(predicted_s > limit_s, codes.shape)] = code
+        return codes
 
     def wait_s(self, ttft_s: float, itl_s: float, output_tokens: float) -> float:
         """How long to wait until the limit that is broken may be kept again, should nobody else come.

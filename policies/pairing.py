@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from kvroute.load import WorkerLoad
-from kvroute.policies.costs.links import Handoff, PdLinks
+from kvroute.policies.costs.links import PdLinks
 from kvroute.policies.costs.pace import Pace
 from kvroute.policies.pricing import DECODE_WEIGHT, Weights, price_sides
 from kvroute.types import NO_MATCH, Fleet, PrefixMatch, RequestView, Role, Worker
@@ -14,18 +16,22 @@ DECODING = Weights(0.0, 0.0, 0.0, DECODE_WEIGHT, 0.0)
 """For who only decodes."""
 
 
-def handoff_s(
-    links: PdLinks, prompt_tokens: int, prefill: Worker, decode: Worker, match: PrefixMatch, pace: Pace
-) -> float:
-    """Seconds for a prompt's KV to reach the decode worker, whose match and pace these are; links are free.
+def payload_bytes(prompt_tokens: int, decode: Worker, match: PrefixMatch, pace: Pace) -> int:
+    """What of a prompt's KV must travel to this worker, whose match and pace these are.
 
-    Whole blocks travel, but for those that it is known to hold in its GPU. The last token is computed there
-    again, so that its block always travels.
+    Whole blocks, but for those that it is known to hold in its GPU. The last token is computed there again,
+    so that its block always travels.
     """
     block_tokens = decode.block_size_tokens or 1
     held = min(match.gpu_tokens, max(prompt_tokens - 1, 0) // block_tokens * block_tokens)
-    link = links.between(prefill, decode)
-    return Handoff(link, pace.speed.kv_bytes_per_token, block_tokens).seconds(prompt_tokens - held)
+    return -(-(prompt_tokens - held) // block_tokens) * block_tokens * pace.speed.kv_bytes_per_token
+
+
+def handoff_s(
+    links: PdLinks, prompt_tokens: int, prefill: Worker, decode: Worker, match: PrefixMatch, pace: Pace
+) -> float:
+    """Seconds for a prompt's KV to reach the decode worker, whose match and pace these are; links idle."""
+    return links.between(prefill, decode).transfer_s(payload_bytes(prompt_tokens, decode, match, pace))
 
 
 def cheapest_decode(request: RequestView, fleet: Fleet, prefill: Worker) -> int | None:
@@ -62,3 +68,21 @@ def roomiest(loads: Sequence[WorkerLoad], among: Sequence[int], turn: int) -> in
     start = turn % count
     best = min(range(count), key=lambda i: (loads[among[i]].kv_tokens, (i - start) % count))
     return among[best]
+
+
+def prefillers(fleet: Fleet) -> Fleet:
+    """Of a fleet in which prefill and decode are apart, those that do not only decode, as if they did it all.
+
+    For policies that choose no pairs. They come first.
+    """
+    count = sum(worker.role is not Role.DECODE for worker in fleet.workers)
+    return replace(
+        fleet,
+        workers=fleet.workers[:count],
+        loads=fleet.loads[:count],
+        matches=fleet.matches[:count],
+        held_blocks=fleet.held_blocks[:count],
+        paces=fleet.paces[:count],
+        promised_s=fleet.promised_s[:count],
+        pd_links=None,
+    )

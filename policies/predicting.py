@@ -18,6 +18,8 @@ class Expected(Struct, frozen=True, gc=False):
     prediction: Prediction
     prefill: Prediction | None = None
     """Of a split request, the prefill worker's part alone, which the pace of that one can be learned from."""
+    handoff_s: float = 0.0
+    """Of one, from there to the first token, but for a wait for KV room."""
 
 
 def expect(
@@ -35,7 +37,8 @@ def expect(
     the decode worker's place where that is another one: `at` then prefills.
     """
     if decode_at is not None and decode_at != at:
-        return _expect_split(request, fleet, at, decode_at)
+        cost = decision.cost if priced_alike else None
+        return _expect_split(request, fleet, at, decode_at, None if cost is None else cost.handoff_s)
     pace, cost, pull = fleet.paces[at], decision.cost, decision.pull
     prompt_tokens = request.prompt_tokens
     is_whole = pull is None and decision.candidate.prefill is decision.candidate.decode
@@ -57,25 +60,29 @@ def expect(
     return Expected(raw_s, cached, prediction)
 
 
-def _expect_split(request: RequestView, fleet: Fleet, at: int, decode_at: int) -> Expected:
+def _expect_split(
+    request: RequestView, fleet: Fleet, at: int, decode_at: int, known_handoff_s: float | None
+) -> Expected:
     """Queue and prefill at one worker, handoff, room and the first token at the other.
 
     What of that is the pace of either cannot be told from the answer: it is not plain.
     """
     pace, decode_pace = fleet.paces[at], fleet.paces[decode_at]
     side, decode = price_one(request, fleet, FREE, at), price_one(request, fleet, FREE, decode_at)
-    travel_s = 0.0
-    if fleet.pd_links is not None:
-        match = fleet.matches[decode_at] if fleet.matches else NO_MATCH
-        pair = fleet.workers[at], fleet.workers[decode_at]
-        travel_s = handoff_s(fleet.pd_links, request.prompt_tokens, *pair, match, decode_pace)
     ahead_s = side.queue_s + side.load_s + side.prefill_s
+    handed_s = known_handoff_s
+    if handed_s is None:
+        handed_s = max(0.0, decode.queue_s - ahead_s) + decode_pace.overhead_s + decode.itl_s
+        if fleet.pd_links is not None:
+            match = fleet.matches[decode_at] if fleet.matches else NO_MATCH
+            pair = fleet.workers[at], fleet.workers[decode_at]
+            handed_s += handoff_s(fleet.pd_links, request.prompt_tokens, *pair, match, decode_pace)
     prefill = Prediction(pace.overhead_s + ahead_s, 0.0, ahead_s / pace.prefill_scale, 0.0, side.load_s == 0)
     whole = Prediction(
-        prefill.ttft_s + travel_s + decode_pace.overhead_s + decode.room_s + decode.itl_s,
+        prefill.ttft_s + handed_s + decode.room_s,
         decode.itl_s,
         prefill.ahead_s,
         decode.itl_s / decode_pace.decode_scale,
         is_plain=False,
     )
-    return Expected(side.raw_prefill_s, side.cached_tokens, whole, prefill)
+    return Expected(side.raw_prefill_s, side.cached_tokens, whole, prefill, handed_s)

@@ -22,13 +22,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import exp, inf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from kvroute.load import PREFILL_SHARE_TAU_S, WorkerLoad
 from kvroute.policies.costs.pace import Pace
 from kvroute.types import NO_MATCH, Cost, Fleet, PrefixMatch, RequestView, Tier
+
+Floats = NDArray[np.float64]
 
 MAX_PREFILL_SHARE = 0.9
 """Of a worker's time. Beyond it, decodes would be kept away from the one that prefills most for good."""
@@ -90,6 +94,22 @@ class Side(Struct, frozen=True, gc=False):
     """In seconds of the preset."""
 
 
+class Halves(NamedTuple):
+    """What every worker would charge for either half of a request, parallel to the workers, in seconds."""
+
+    start_s: Floats
+    """Price of the prefill."""
+    stay_s: Floats
+    """Price of the decode."""
+    queue_s: Floats
+    ahead_s: Floats
+    """Until the prefill is over: queue, load and prefill."""
+    cache_s: Floats
+    """Part of `start_s`: what comes into the cache there evicts or duplicates."""
+    room_s: Floats
+    itl_s: Floats
+
+
 class Offers(Protocol):
     """What every worker of a fleet would charge for one request."""
 
@@ -103,6 +123,10 @@ class Offers(Protocol):
 
     def total_s_of(self, at: int) -> float:
         """The price of one that does all of it."""
+        ...
+
+    def halves(self) -> Halves:
+        """Where requests can be split."""
         ...
 
     @property
@@ -130,6 +154,21 @@ class Sides(list[Side]):
 
     def total_s_of(self, at: int) -> float:
         return self[at].start_s + self[at].stay_s
+
+    def halves(self) -> Halves:
+        columns = [
+            (
+                side.start_s,
+                side.stay_s,
+                side.queue_s,
+                side.queue_s + side.load_s + side.prefill_s,
+                side.cache_s,
+                side.room_s,
+                side.itl_s,
+            )
+            for side in self
+        ]
+        return Halves(*np.array(columns).T)
 
     @property
     def shortest_prefill_s(self) -> float:
@@ -289,16 +328,19 @@ def _prefill_s(pace: Pace, prompt_tokens: int, cached: int) -> float:
     return pace.speed.marginal_prefill_s(max(prompt_tokens - cached, 1), cached) * pace.prefill_scale
 
 
-def cost_of(side: Side, decode: Side | None = None, handoff_s: float = 0.0) -> Cost:
-    """The price of one candidate: `side` does it all, or the prefill with `decode` going on after it."""
-    decoder = decode or side
+def cost_of(
+    side: Side, decoder: Side, handoff_s: float = 0.0, copy_s: float = 0.0, delay_s: float = 0.0
+) -> Cost:
+    """The price of one candidate: `side` does the prefill, and `decoder` (the same one, unless it is split)
+    goes on after it. The rest is what a split adds.
+    """
     return Cost(
         queue_wait_s=side.queue_s + decoder.room_s,
         load_s=side.load_s,
         prefill_s=side.prefill_s,
         handoff_s=handoff_s,
-        cache_s=side.cache_s,
-        delay_s=side.delay_s,
+        cache_s=side.cache_s + copy_s,
+        delay_s=side.delay_s + delay_s,
         stall_s=side.stall_s,
         decode_s=decoder.decode_s,
         itl_s=decoder.itl_s,

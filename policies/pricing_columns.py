@@ -14,7 +14,6 @@ from operator import attrgetter, ne
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvroute.load import PREFILL_SHARE_TAU_S, WorkerLoad
 from kvroute.policies.costs.pace import Pace
@@ -23,6 +22,8 @@ from kvroute.policies.pricing import (
     CHUNK_TOKENS,
     MAX_PREFILL_SHARE,
     REQUEST_S,
+    Floats,
+    Halves,
     Side,
     Weights,
     cheapest_source,
@@ -35,7 +36,6 @@ MIN_WORKERS = 48
 MAX_FLEETS = 8
 """Whose columns are kept: one for each model asked for in turn."""
 
-Floats = NDArray[np.float64]
 Value = TypeVar("Value", float, Floats)
 _version = attrgetter("version")
 _tokens, _gpu_tokens = attrgetter("tokens"), attrgetter("gpu_tokens")
@@ -119,7 +119,17 @@ def _row(load: WorkerLoad, pace: Pace) -> _Row[float]:
 class PricedColumns:
     """What all workers of a fleet would charge for one request: as `Sides`, with few `Side`s made."""
 
-    __slots__ = ("_cached", "_fleet", "_made", "_prefill_s", "_queue_s", "_request", "_weights", "total_s")
+    __slots__ = (
+        "_cached",
+        "_fleet",
+        "_halves",
+        "_made",
+        "_prefill_s",
+        "_queue_s",
+        "_request",
+        "_weights",
+        "total_s",
+    )
 
     def __init__(
         self,
@@ -127,9 +137,11 @@ class PricedColumns:
         fleet: Fleet,
         weights: Weights,
         columns: tuple[Floats, Floats, Floats, Floats],
+        halves: Halves | None,
     ) -> None:
         self._request, self._fleet, self._weights = request, fleet, weights
         self.total_s, self._queue_s, self._prefill_s, self._cached = columns
+        self._halves = halves
         self._made: dict[int, Side] = {}
 
     def __getitem__(self, at: int) -> Side:
@@ -149,6 +161,10 @@ class PricedColumns:
 
     def total_s_of(self, at: int) -> float:
         return float(self.total_s[at])
+
+    def halves(self) -> Halves:
+        assert self._halves is not None, "made for fleets with links only"
+        return self._halves
 
     @property
     def shortest_prefill_s(self) -> float:
@@ -187,21 +203,32 @@ class _Columns:
         np.minimum(share, MAX_PREFILL_SHARE, out=share)
         itl_s = (of.step_s + of.context_s * prompt) / (1.0 - share)
 
-        per_prefill = np.minimum(share * (weights.cache / BUSY_PREFILL_SHARE), weights.cache)
+        cache_share = np.minimum(share * (weights.cache / BUSY_PREFILL_SHARE), weights.cache)
+        per_prefill = cache_share.copy()
         per_prefill += 1.0 + of.decodes * weights.stall + of.prefilling * weights.ahead
         per_prefill += queue_s * (weights.delay * fleet.arrivals_per_s)
         total_s = prefill_s * per_prefill
         total_s += queue_s
         if load_s is not None:
-            total_s += np.maximum(load_s - queue_s, 0.0) * (load_s > 0)
+            load_s = np.maximum(load_s - queue_s, 0.0) * (load_s > 0)
+            total_s += load_s
+        start_s = None if fleet.pd_links is None else total_s.copy()
         slower_s = of.slower_s + of.slower_context_s * (prompt + output / 2)
         total_s += (itl_s + slower_s) * (weights.decode * output)
+        room_s = np.zeros(len(total_s))
         if of.kv_over_tokens.max() + prompt + output > 0:
             over = of.kv_used_tokens + (prompt + output) - of.kv_room_tokens
             full = over > 0
             full_s = over[full] / np.maximum(of.kv_used_tokens[full], over[full]) * output * itl_s[full]
             total_s[full] += full_s
-        return PricedColumns(request, fleet, weights, (total_s, queue_s, prefill_s, cached))
+            room_s[full] = full_s
+        halves = None
+        if start_s is not None:
+            ahead_s = queue_s + prefill_s if load_s is None else queue_s + load_s + prefill_s
+            halves = Halves(
+                start_s, total_s - start_s, queue_s, ahead_s, prefill_s * cache_share, room_s, itl_s
+            )
+        return PricedColumns(request, fleet, weights, (total_s, queue_s, prefill_s, cached), halves)
 
     def _queue_s(self, fleet: Fleet, new: Floats) -> Floats:
         of = self._columns

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from msgspec import Struct
 from pydantic import Field
 
 from kvroute.load import WorkerLoad
 from kvroute.policies.costs.pace import Pace
 from kvroute.policies.limits import NO_LIMITS, Limits
-from kvroute.policies.pairing import handoff_s
+from kvroute.policies.pair_pricing import PairPricing
+from kvroute.policies.pairs import Choice
 from kvroute.policies.pricing import (
     DECODE_WEIGHT,
     Offers,
@@ -26,7 +26,6 @@ from kvroute.policies.pricing import (
 from kvroute.policies.pricing_columns import ColumnPricing
 from kvroute.policies.worth import Worth
 from kvroute.types import (
-    NO_MATCH,
     Candidate,
     Decision,
     Fleet,
@@ -35,7 +34,6 @@ from kvroute.types import (
     Pull,
     Rejection,
     RequestView,
-    Role,
 )
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -56,16 +54,6 @@ LATE = 1.5
 """Times what prefill should take, from which on it does not explain that nothing is heard."""
 CROWD, CROWDED, IDLE = 8, 1.5, 0.1
 """Requests from which on a worker may be crowded; times the mean at which it is; and at which one is idle."""
-
-
-class _Choice(Struct, gc=False):
-    """Indexes of the workers, the price, and the limit it would break."""
-
-    prefill: int
-    decode: int
-    total_s: float
-    broken: str | None = None
-    handoff_s: float = 0.0
 
 
 class Ttft:
@@ -122,6 +110,7 @@ class Ttft:
         self._worth = Worth()
         self._limits = Limits(options.ttft_limit_s, options.itl_limit_s, options.e2e_limit_s)
         self._columns = ColumnPricing()
+        self._pairs = PairPricing()
         self._turn = -1
 
     def decide(self, request: RequestView, fleet: Fleet) -> Decision | Hold | Rejection:
@@ -130,7 +119,7 @@ class Ttft:
         limits = self._limits_of(request)
         weights = self._weights()
         sides: Offers | None = None
-        if fleet.pd_links is None and limits == NO_LIMITS:  # those look at every side
+        if fleet.pd_links is not None or limits == NO_LIMITS:  # those look at every side
             sides = self._columns.price(request, fleet, weights)
         if sides is None:
             sides = price_sides(request, fleet, weights, paces)
@@ -150,19 +139,23 @@ class Ttft:
         sides = price_sides(request, fleet, self._weights(), paces)
         limits = self._limits_of(request)
         priced = []
-        for choice in _candidates(request, fleet, paces, sides, limits):
+        if fleet.pd_links is None:
+            choices = sorted(_wholes(fleet, paces, sides, limits), key=_in_order)[:MAX_PRICED]
+        else:
+            pairs = self._pairs.price(request, fleet, paces, sides.halves(), limits)
+            choices = pairs.in_order(MAX_PRICED)
+        for choice in choices:
             side = sides[choice.prefill]
             priced.append(
                 Priced(
                     Candidate(fleet.workers[choice.prefill], fleet.workers[choice.decode]),
-                    cost_of(side, sides[choice.decode], choice.handoff_s),
+                    cost_of(side, sides[choice.decode], choice.handoff_s, choice.copy_s, choice.delay_s),
                     side.cached_tokens,
                     side.loaded_tokens,
                     choice.broken,
                 )
             )
-        priced.sort(key=lambda each: (each.infeasible is not None, each.cost.total_s))
-        return priced[:MAX_PRICED]
+        return priced
 
     # --- parts of a decision -------------------------------------------------------------------
 
@@ -192,28 +185,30 @@ class Ttft:
         paces: Sequence[Pace],
         sides: Offers,
         limits: Limits,
-    ) -> _Choice:
+    ) -> Choice:
         count = len(fleet.workers)
         start = self._turn % count
         if fleet.pd_links is None and limits == NO_LIMITS:  # the way of most requests
             at, total_s = sides.cheapest(start)
             if fleet.loads[at].requests >= CROWD:
                 at, total_s = _beside_the_crowd(fleet, sides, at, start)
-            return _Choice(at, at, total_s)
+            return Choice(at, at, total_s)
+        if fleet.pd_links is not None:
+            return self._pairs.price(request, fleet, paces, sides.halves(), limits).cheapest(start)
         return min(
-            _candidates(request, fleet, paces, sides, limits),
-            key=lambda one: (one.broken is not None, one.total_s, (one.prefill - start) % count),
+            _wholes(fleet, paces, sides, limits),
+            key=lambda one: (*_in_order(one), (one.prefill - start) % count),
         )
 
     def _rejection(
-        self, fleet: Fleet, paces: Sequence[Pace], sides: Offers, limits: Limits, choice: _Choice
+        self, fleet: Fleet, paces: Sequence[Pace], sides: Offers, limits: Limits, choice: Choice
     ) -> Rejection | None:
         options = self._options
         if options.max_queue_s is not None:
             excess_s = _of_prefillers(fleet, sides).shortest_queue_s - options.max_queue_s
             if excess_s > 0:
                 return Rejection("queue", excess_s)
-        if choice.broken is None or options.admission == "off":
+        if choice.broken is None or choice.broken == "room" or options.admission == "off":
             return None
         prefill, decode = sides[choice.prefill], sides[choice.decode]
         ttft_s = _ttft_s(fleet, paces[choice.prefill], prefill, decode, choice.handoff_s)
@@ -221,7 +216,7 @@ class Ttft:
 
     @staticmethod
     def _must_wait(
-        request: RequestView, fleet: Fleet, paces: Sequence[Pace], choice: _Choice, side: Side
+        request: RequestView, fleet: Fleet, paces: Sequence[Pace], choice: Choice, side: Side
     ) -> bool:
         """Whether somebody held goes there first, or a prefill is under way there, or there is no KV room."""
         at = choice.prefill
@@ -241,13 +236,15 @@ class Ttft:
         fleet: Fleet,
         paces: Sequence[Pace],
         sides: Offers,
-        choice: _Choice,
+        choice: Choice,
     ) -> Decision:
         side = sides[choice.prefill]
         self._worth.add(side.prefill_s, fleet.output_tokens * sides[choice.decode].itl_s)
         longest = sides.longest_cached
-        if choice.prefill != choice.decode:
-            reason = "split"
+        if fleet.pd_links is not None:
+            self._pairs.decided(request, fleet, paces[choice.decode], choice, side.cached_tokens)
+        if choice.reason:
+            reason = choice.reason
         elif side.cached_tokens < longest:
             reason = "moved"
         else:
@@ -259,7 +256,7 @@ class Ttft:
             Candidate(fleet.workers[choice.prefill], fleet.workers[choice.decode]),
             reason,
             side.cached_tokens,
-            cost_of(side, sides[choice.decode], choice.handoff_s),
+            cost_of(side, sides[choice.decode], choice.handoff_s, choice.copy_s, choice.delay_s),
             not fleet.matches or side.loaded_tokens > 0 or not _has_lower(fleet, choice.prefill),
             pull,
         )
@@ -303,45 +300,23 @@ def _of_prefillers(fleet: Fleet, sides: Offers) -> Offers:
 
 
 def _ttft_s(fleet: Fleet, pace: Pace, prefill: Side, decode: Side, handoff_s: float) -> float:
-    """From the request's arrival, what it has waited included. The first token of a split request is the
-    decode worker's.
-    """
+    """From the request's arrival, what it has waited included."""
     wait_s = fleet.held_s + pace.overhead_s + prefill.queue_s + decode.room_s
-    ours_s = wait_s + prefill.load_s + prefill.prefill_s + handoff_s
-    return ours_s if prefill is decode else ours_s + decode.itl_s
+    return wait_s + prefill.load_s + prefill.prefill_s + handoff_s
 
 
-def _candidates(
-    request: RequestView,
-    fleet: Fleet,
-    paces: Sequence[Pace],
-    sides: Offers,
-    limits: Limits,
-) -> Iterator[_Choice]:
-    """Every worker that may do it all, and every split of two different workers."""
-    workers, output = fleet.workers, fleet.output_tokens
+def _in_order(choice: Choice) -> tuple[bool, float]:
+    """Those that keep the limits first, then the cheapest."""
+    return choice.broken is not None, choice.total_s
 
-    def choice(i: int, j: int, handoff_s: float = 0.0) -> _Choice:
-        ttft_s = _ttft_s(fleet, paces[i], sides[i], sides[j], handoff_s)
-        total_s = sides[i].start_s + sides[j].stay_s + handoff_s
-        return _Choice(i, j, total_s, limits.broken(ttft_s, sides[j].itl_s, output), handoff_s)
 
-    everyone = range(len(workers))
-    links = fleet.pd_links
-    for i in everyone:
-        if links is None or (workers[i].takes_whole and workers[i].role is not Role.PREFILL):
-            yield choice(i, i)
-    if links is None:
-        return
-    matches = fleet.matches or [NO_MATCH] * len(workers)
-    decoders = [j for j in everyone if workers[j].role is not Role.PREFILL]
-    for i in everyone:
-        if workers[i].role is Role.DECODE:
-            continue
-        for j in decoders:
-            if i != j:
-                pair = workers[i], workers[j]
-                yield choice(i, j, handoff_s(links, request.prompt_tokens, *pair, matches[j], paces[j]))
+def _wholes(fleet: Fleet, paces: Sequence[Pace], sides: Offers, limits: Limits) -> Iterator[Choice]:
+    """Every worker, of a fleet in which each does all of a request."""
+    for i in range(len(fleet.workers)):
+        side = sides[i]
+        ttft_s = _ttft_s(fleet, paces[i], side, side, 0.0)
+        broken = limits.broken(ttft_s, side.itl_s, fleet.output_tokens)
+        yield Choice(i, i, side.start_s + side.stay_s, broken)
 
 
 def _worthwhile_pull(

@@ -23,8 +23,9 @@ from kvroute.policies.costs.links import Link, PdLinks
 from kvroute.policies.costs.pace import Pace
 from kvroute.policies.costs.rates import Rate
 from kvroute.policies.holding import HoldQueue, Ticket
-from kvroute.policies.pairing import roomiest
+from kvroute.policies.pairing import prefillers, roomiest
 from kvroute.policies.predicting import expect
+from kvroute.policies.ttft import Ttft
 from kvroute.router.dispatch import HeldBlocks
 from kvroute.types import (
     NO_MATCH,
@@ -85,6 +86,8 @@ class Router(Generic[T]):
         self._pd_links = pd_links
         self._peer_link = peer_link
         self._chooses_pairs = bool(getattr(policy, "chooses_pairs", False))
+        self._prices_alike = isinstance(policy, Ttft)
+        self._is_apart = any(worker.role is not Role.BOTH for worker in workers)
         self._turn = -1
         self._is_usable = [True] * len(workers)
         self._members = self._members_without(())
@@ -167,21 +170,21 @@ class Router(Generic[T]):
         """Ask the policy and charge its choice; `Hold` only where `promised_s` is given."""
         members = self._members_without(tried) if tried else self._members
         count = len(members.at)
-        if not members.prefillers or (self._pd_links is not None and members.prefillers == count):
+        if not members.prefillers or (self._is_apart and members.prefillers == count):
             return NOBODY
         fleet = self._fleet(ask, members, self._clock(), promised_s)
         if self._pd_links is None or self._chooses_pairs:
             decision = self._policy.decide(ask.view, fleet)
         else:
-            decision = self._policy.decide(ask.view, _first(fleet, members.prefillers))
+            decision = self._policy.decide(ask.view, prefillers(fleet))
         if not isinstance(decision, Decision):
             return decision
         workers, candidate = fleet.workers, decision.candidate
         at = next(i for i, worker in enumerate(workers) if worker is candidate.prefill)
-        if self._pd_links is None:
-            decode_at = at
-        elif self._chooses_pairs:
+        if self._chooses_pairs:
             decode_at = next(i for i, worker in enumerate(workers) if worker is candidate.decode)
+        elif not self._is_apart:
+            decode_at = at
         else:
             self._turn += 1
             decode_at = roomiest(fleet.loads, range(members.prefillers, count), self._turn)
@@ -234,9 +237,11 @@ class Router(Generic[T]):
     ) -> Placement:
         """Add what the request will cost its workers, by the same time model whatever the policy."""
         match = fleet.matches[at] if fleet.matches else NO_MATCH
-        expected = expect(ask.view, fleet, decision, at, decode_at=decode_at)
-        prompt_tokens, output_tokens = ask.view.prompt_tokens, fleet.output_tokens
         is_split = at != decode_at
+        expected = expect(
+            ask.view, fleet, decision, at, priced_alike=is_split and self._prices_alike, decode_at=decode_at
+        )
+        prompt_tokens, output_tokens = ask.view.prompt_tokens, fleet.output_tokens
         charge = fleet.loads[at].charge(
             fleet.now_s,
             prefill_s=expected.prefill_s,
@@ -263,19 +268,3 @@ class Router(Generic[T]):
             expected,
             fleet.now_s,
         )
-
-
-def _first(fleet: Fleet, count: int) -> Fleet:
-    """Of a fleet in which prefill and decode workers are apart, the prefill workers, as if there were only
-    they.
-    """
-    return replace(
-        fleet,
-        workers=fleet.workers[:count],
-        loads=fleet.loads[:count],
-        matches=fleet.matches[:count],
-        held_blocks=fleet.held_blocks[:count],
-        paces=fleet.paces[:count],
-        promised_s=fleet.promised_s[:count],
-        pd_links=None,
-    )

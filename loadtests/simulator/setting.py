@@ -35,7 +35,11 @@ class Setting:
     workers: int = 8
     """With `split`, the sum of that."""
     split: tuple[int, int] | None = None
-    """Prefill and decode workers, in this order; None: every worker does both."""
+    """Prefill and decode workers, in this order, of which none does all of a request; None: every worker does
+    both.
+    """
+    joint: bool = False
+    """Whether any worker may also prefill for any other; not with `split`."""
     handoff: Link = LINKS["ib-400g"]
     """From prefill to decode workers: what each of them has."""
     speed: Speed = PRESETS["qwen3-32b-h200-tp2"]
@@ -92,6 +96,8 @@ class Setting:
         if self.split is not None:
             if min(self.split) < 1:
                 raise ValueError(f"split must be a prefill and a decode worker at least, got {self.split}")
+            if self.joint:
+                raise ValueError(f"joint: none of the workers of a split ({self.split}) does both")
             object.__setattr__(self, "workers", sum(self.split))
         for name in ("workers", "kv_tokens", "block_tokens", "max_batched_tokens", "max_sequences"):
             if getattr(self, name) < 1:
@@ -118,7 +124,7 @@ class Setting:
             )
         self._check_workers()
         memory = self.memory
-        if self.split is not None and (memory.gpu_eviction in BOUNDS or memory.peer_link is not None):
+        if self.splits and (memory.gpu_eviction in BOUNDS or memory.peer_link is not None):
             raise ValueError("memory: no bound and no peer link where prefill and decode are apart")
 
     def _check_workers(self) -> None:
@@ -142,6 +148,11 @@ class Setting:
             if failure.back_s is not None and not failure.at_s < failure.back_s < float("inf"):
                 raise ValueError(f"failures: back_s must be after at_s, got {failure}")
             back_s[failure.worker] = float("inf") if failure.back_s is None else failure.back_s
+
+    @property
+    def splits(self) -> bool:
+        """Whether KV may go from one worker to another."""
+        return self.joint or self.split is not None
 
     def role(self, worker: int) -> Role:
         if self.split is None:

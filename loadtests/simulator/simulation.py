@@ -70,7 +70,7 @@ class Simulation:
             predicts=setting.predicts,
             hold_limit=setting.hold_limit,
             calibration=Calibration() if setting.learns else None,
-            pd_links=None if setting.split is None else PdLinks.uniform(setting.handoff),
+            pd_links=PdLinks.uniform(setting.handoff) if setting.splits else None,
             peer_link=setting.memory.peer_link,
         )
 

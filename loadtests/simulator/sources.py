@@ -30,7 +30,7 @@ PLATFORM_SCALE = 1.1
 SETTINGS: dict[str, Setting] = {"polynomial-64x16384": MINI}
 """Presets that are more than a speed: 64-token blocks, 16384 of them, and steps by polynomials."""
 
-_WORKERS = re.compile(r"([0-9]{1,6})|([0-9]{1,6})P([0-9]{1,6})D", re.ASCII)
+_WORKERS = re.compile(r"([0-9]{1,6})(?:P([0-9]{1,6})D|(PD))?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +175,14 @@ def _counted(text: str) -> tuple[int | str, dict[str, Any]]:
     """What the fleet is called, and fields of `Setting`."""
     match = _WORKERS.fullmatch(text)
     if match is None:
-        raise ValueError(f"--workers: {text!r} is not understood; a number is expected, or 6P2D")
-    counts = [int(part) for part in match.groups() if part is not None]
+        raise ValueError(f"--workers: {text!r} is not understood; a number is expected, or 6P2D, or 8PD")
+    first, decoders, joint = match.groups()
+    counts = [int(part) for part in (first, decoders) if part is not None]
     if min(counts) < 1 or sum(counts) > MAX_WORKERS:
         raise ValueError(f"--workers: {text!r}: from 1 to {MAX_WORKERS} of them are accepted")
     if len(counts) == 2:
         return f"{counts[0]}P{counts[1]}D", {"split": (counts[0], counts[1])}
-    return counts[0], {"workers": counts[0]}
+    return (text if joint else counts[0]), {"workers": counts[0], "joint": joint is not None}
 
 
 def policies(names: Sequence[str], options: Sequence[str]) -> list[Variant]:

@@ -207,11 +207,11 @@ class Cost(Struct, frozen=True, gc=False):
     prefill_s: float = 0.0
     """Of the uncached tokens."""
     handoff_s: float = 0.0
-    """KV from the prefill to the decode worker."""
+    """From the prefill's end to the first token, where another decodes: the KV's way, and the step there."""
     cache_s: float = 0.0
-    """To others: what is computed here evicts or duplicates what they would use."""
+    """To others: what is computed here, or copied, evicts or duplicates what they would use."""
     delay_s: float = 0.0
-    """To others: arrivals that this prefill will delay."""
+    """To others: arrivals that this prefill will delay, and transfers that this handoff will."""
     stall_s: float = 0.0
     """To others: requests there that this prefill stalls."""
     decode_s: float = 0.0

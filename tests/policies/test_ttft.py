@@ -180,7 +180,7 @@ def test_a_split_is_taken_when_it_is_cheaper_and_only_with_a_link() -> None:
     request = RequestView(prompt_tokens=3000)  # 0.3 GB: 3 ms or 300 ms
     decision = policy().decide(request, priced_fleet(*SPLIT, pd_links=fast))
     assert (decision.candidate.prefill.id, decision.candidate.decode.id) == ("a", "b")
-    assert (decision.reason, decision.cost.handoff_s) == ("split", pytest.approx(0.003))
+    assert (decision.reason, decision.cost.handoff_s) == ("split", pytest.approx(0.003 + 0.010)), "and a step"
     idle = (*SPLIT[:2], Node(role=Role.BOTH))
     decision = policy().decide(request, priced_fleet(*idle, pd_links=slow))
     assert (decision.candidate.prefill.id, decision.candidate.decode.id) == ("c", "c")
@@ -434,7 +434,7 @@ NODES = st.tuples(
     st.sampled_from([0.5, 1.0, 4.0]),
     st.just(Role.BOTH),
     st.integers(0, 40_000),
-).map(Node._make)
+).map(lambda values: Node(*values))
 REQUEST = RequestView(prompt_tokens=3000)
 
 
