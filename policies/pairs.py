@@ -103,8 +103,8 @@ class Priced(Struct, frozen=True, gc=False):
         """Infinite for those that break a limit, unless all do."""
         if self.broken is None:
             return self.total_s
-        kept = self.broken == KEPT
-        return np.where(kept, self.total_s, inf) if kept.any() else self.total_s
+        kept_s = np.where(self.broken == KEPT, self.total_s, inf)
+        return kept_s if kept_s.min() < inf else self.total_s
 
     def said(self, at: int | tuple[int, int]) -> str | None:
         """The limit that this one would break."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from random import Random
+
+import numpy as np
 import pytest
 
-from kvroute.policies.limits import NO_LIMITS, Limits
+from kvroute.policies.limits import BROKEN, KEPT, NO_LIMITS, Limits
 
 
 def test_the_first_limit_broken_is_named() -> None:
@@ -22,3 +25,22 @@ def test_the_wait_is_what_is_missing() -> None:
     assert Limits(e2e_s=10.0).wait_s(1.75, 0.1, 100) == pytest.approx(1.75)
     assert Limits(ttft_s=1.0, e2e_s=10.0).wait_s(1.75, 0.1, 100) == pytest.approx(1.75), "the longest"
     assert NO_LIMITS.wait_s(9.0, 9.0, 9.0) == 0.0
+
+
+def test_codes_say_of_many_what_is_said_of_one() -> None:
+    seed = Random().randrange(2**32)
+    print(f"seed {seed}")
+    source = Random(seed)
+    ttfts_s = np.array([[source.uniform(0, 2) for _ in range(5)] for _ in range(4)])
+    itls_s = np.array([source.uniform(0, 0.1) for _ in range(5)])
+    for _ in range(50):
+        limits = Limits(*(source.choice([None, most * source.random()]) for most in (2.0, 0.1, 20.0)))
+        codes = limits.codes(ttfts_s, itls_s, 200.0)
+        if codes is None:
+            assert limits == NO_LIMITS
+            continue
+        for i in range(4):
+            for j in range(5):
+                code = int(codes[i, j])
+                said = None if code == KEPT else BROKEN[code - 1]
+                assert said == limits.broken(float(ttfts_s[i, j]), float(itls_s[j]), 200.0), limits

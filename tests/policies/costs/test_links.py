@@ -6,8 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.policies.costs.links import LINKS, TIER_LINKS, Handoff, Link, LinkQueue, Overlap, path_s
-from kvroute.types import Tier
+from kvroute.policies.costs.links import (
+    LINKS,
+    TIER_LINKS,
+    Handoff,
+    Link,
+    LinkQueue,
+    Nearness,
+    Overlap,
+    PdLinks,
+    nearness,
+    path_s,
+)
+from kvroute.types import Place, Tier, Worker
 
 GIB = 2**30
 NETWORK, LAYOUT_S = Link(20 * GIB), 0.008
@@ -118,3 +129,39 @@ def test_transfers_asked_for_at_once_end_as_behind_so_many_queued_bytes(
         alone_s = link.transfer_s(payload_bytes, queued_bytes)
         assert queue.send(payload_bytes, now_s) - now_s == pytest.approx(alone_s, rel=1e-6, abs=1e-9)
         queued_bytes += payload_bytes
+
+
+# --- from prefill to decode workers ------------------------------------------------------------
+
+
+def at(host: str = "", rack: str = "", zone: str = "") -> Worker:
+    return Worker("w", "http://w:8000", place=Place(host, rack, zone))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "near"),
+    [
+        (at("h", "r", "z"), at("h", "r", "z"), "host"),
+        (at("h", "r", "z"), at("i", "r", "z"), "rack"),
+        (at("h", "r", "z"), at("i", "s", "z"), "zone"),
+        (at("h", "r", "z"), at("i", "s", "y"), "far"),
+        (at("h"), at("h"), "host"),
+        (at("h"), at("h", "r", "z"), "host"),  # what is not known is not apart
+        (at(), at(), "far"),
+        (at(rack="r"), at(), "far"),
+        (at("h", "r", "z"), at("h", "r", "y"), "far"),  # rack r of another zone
+        (at("h", "r", "z"), at("h", "s", "z"), "zone"),  # host h of another rack
+    ],
+)
+def test_how_near_two_workers_are(one: Worker, other: Worker, near: str) -> None:
+    assert nearness(one, other) == nearness(other, one) == near
+
+
+def test_every_nearness_has_a_link_that_can_be_replaced() -> None:
+    links = PdLinks(*[Link(float(10 - place)) for place in range(4)])
+    pairs = (at("h", "r", "z"), at("i", "r", "z"), at("i", "s", "z"), at("i", "s", "y"))
+    assert [links.between(pairs[0], other) for other in pairs] == [links.of(near) for near in Nearness]
+    measured = links.with_link(Nearness.RACK, Link(5.5))
+    assert measured.between(*pairs[:2]) == Link(5.5)
+    assert (measured.of(Nearness.ZONE), links.rack) == (Link(8.0), Link(9.0)), "the others, and the old, stay"
+    assert {PdLinks.uniform(Link(3.0)).of(near) for near in Nearness} == {Link(3.0)}
