@@ -131,7 +131,10 @@ class Rig:
             life.close()
 
     def restart(self, role: str) -> None:
-        """Another process at the same ports. The gateway finds it in its own time."""
+        """Another process at the same ports; the gateway finds it in its own time.
+
+        To be called in the main thread: an engine is killed when the thread that started it ends.
+        """
         port = self._engines[role].port
         self._lives[role].close()
         self._launch(role, port)
@@ -145,6 +148,7 @@ class Rig:
         ]
         env = {
             **vllm_environment(),
+            "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache
             "UCX_TLS": "tcp,self",
             "UCX_NET_DEVICES": "lo",
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",

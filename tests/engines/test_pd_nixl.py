@@ -5,7 +5,6 @@ The lease is far longer than any wait here: blocks that are free were fetched or
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -167,9 +166,3 @@ class TestDisconnect:
         await leave(task)
         assert await settles(lambda: idle(rig.decode))
         assert rig.decode.generated_tokens() < before + 7000
-
-    async def test_at_any_time(self, rig: Rig, rng: random.Random, stream: bool) -> None:
-        for _ in range(10):
-            task = rig.send(COMPLETIONS, {**request(COMPLETIONS, rng), "stream": stream})
-            await asyncio.wait([task], timeout=rng.random() * 0.3)
-            await leave(task)
