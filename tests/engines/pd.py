@@ -124,6 +124,9 @@ class Rig:
         life = self._lives["gateway"] = ExitStack()
         self.gateway = life.enter_context(started(f"{self.name}-gateway", port, command, env, self.run))
         self.gateway.wait_for("/readyz", 30)
+        # Ready with one usable worker, as it is; here both are wanted.
+        ready = f"{self.gateway.url}/readyz"
+        assert settled(lambda: self.http.get(ready).json()["workers"].get("ready") == 2)
 
     def close(self) -> None:
         self.http.close()
@@ -164,7 +167,7 @@ class Rig:
     @contextmanager
     def busy(self, engine: Server) -> Iterator[None]:
         """An endless request straight to the engine takes its only seat for as long as this lasts."""
-        body = {**completion([3], 8000), "ignore_eos": True, "stream": True}
+        body = {**completion([3, 4, 5, 6], 8000), "ignore_eos": True, "stream": True}
         with self.http.stream("POST", engine.url + COMPLETIONS, json=body) as response:
             chunks = response.iter_raw()  # kept: a generator that is collected closes the connection
             assert b"data: " in next(chunks)
