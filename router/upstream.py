@@ -72,6 +72,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._fresh = True
         self._seen_bytes = False
         self._closed = False
+        self._half_closed = False
         self._paused = False
         self._in_head = True
         self._framing_bytes = 0
@@ -157,6 +158,14 @@ class UpstreamConnection(asyncio.Protocol):
             self.deadline_s = self._idle_deadline_s
         return done
 
+    def half_close(self) -> bool:
+        """Say that nobody waits any more, and read what was answered by then; False where that cannot be."""
+        if self._closed or self._complete or not self._transport.can_write_eof():
+            return False
+        self._half_closed = True
+        self._transport.write_eof()
+        return True
+
     @property
     def _idle_deadline_s(self) -> float:
         return min(self._read_s + self._idle_s, self._total_deadline_s)
@@ -186,6 +195,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._complete
             and self._reusable
             and not self._closed
+            and not self._half_closed
             and not self._transport.get_write_buffer_size()
         )
 
@@ -254,6 +264,8 @@ class UpstreamConnection(asyncio.Protocol):
         if not self._seen_bytes and not self._fresh:
             if self._ready is not None and not self._ready.done():
                 self._ready.set_exception(StaleConnection())
+            if self._done is not None and not self._done.done():  # it was given up, and heard out
+                self._done.set_exception(GatewayError(Failure.RESET, "worker closed the connection"))
         elif response.status and response.ends_with_connection and exc is None and not self._in_head:
             self._complete = True
             self._settle()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from msgspec import Struct
 
+from kvroute.clock import monotonic
 from kvroute.router.dispatch import Choice, PrefillHalf
 from kvroute.router.pd.books import Asked, Books
 from kvroute.router.pd.connector import Connector, DecodeFirst, Pair
+from kvroute.router.sending import Sending
 from kvroute.router.workers import Member
 from kvroute.types import Outcome
 
@@ -27,6 +30,13 @@ class Kept(Struct):
     """Then it is gone."""
     expired: int
     """How often the worker had let KV go by then."""
+
+    @classmethod
+    def from_now(cls, connector: Connector, pair: Pair, handoff: Any, lease_s: float) -> Kept:
+        """`lease_s` where the worker does not tell its own."""
+        now_s, member = monotonic(), pair.prefill
+        told = None if member.transfer is None else member.transfer.lease_s
+        return cls(connector, pair, handoff, now_s, now_s + (told or lease_s), member.kv_expired or 0)
 
     @property
     def send_by_s(self) -> float:
@@ -54,6 +64,12 @@ class Desk(Protocol):
 
     def spoiled(self, decode: Member) -> None:
         """It may have fetched KV that was another's by then, and may answer from it again."""
+        ...
+
+    def hear_out(
+        self, sending: Sending, pieces: list[bytes], over: Callable[[], None], then: Callable[[bytes], None]
+    ) -> None:
+        """As `Releaser.hear_out`."""
         ...
 
     def let_go(self, kept: Kept, decode: Member) -> None:

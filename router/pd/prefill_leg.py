@@ -60,6 +60,13 @@ class PrefillRefused(PrefillFailed):
         return self._answer if self._answer.lstrip()[:1] == b"{" else super().body()
 
 
+HearOut = Callable[[Sending, list[bytes], Callable[[], None]], None]
+
+
+def _nothing() -> None:
+    pass
+
+
 class PrefillLeg:
     """`run` once, then `end`, which is idempotent and never fails."""
 
@@ -177,16 +184,30 @@ class PrefillLeg:
             return None
         return b"".join(self._pieces) + connection.take_body()
 
-    def end(self) -> None:
-        """Its connection goes back or is closed, what came of it is recorded, its lease is released."""
+    @property
+    def is_out(self) -> bool:
+        """It was sent, and its answer is not here."""
+        return not self._over and self._sending.connection is not None
+
+    def end(self, hear_out: HearOut | None = None) -> None:
+        """Its connection goes back or is closed, what came of it is recorded, its lease is released.
+
+        Where it is out, `hear_out` may have the connection, what has come, and the end of the lease: with that
+        a worker that was removed is forgotten, connections and all.
+        """
         if self._ended:
             return
         self._ended = True
-        self._sending.finish()
+        release = self._half.lease.release
+        if hear_out is not None and self.is_out:
+            hear_out(self._sending, self._pieces, release)
+            release = _nothing
+        else:
+            self._sending.finish()
         try:
             self._record(self._outcome())
         finally:
-            self._half.lease.release()
+            release()
 
     def _outcome(self) -> Outcome:
         usage, first_s = self.usage, self._meter.first_s

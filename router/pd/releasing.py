@@ -14,11 +14,16 @@ from kvroute.clock import monotonic
 from kvroute.router.errors import GatewayError
 from kvroute.router.metrics import Counter
 from kvroute.router.probe import post
+from kvroute.router.sending import Sending
+from kvroute.router.upstream import UpstreamConnection
 from kvroute.router.workers import Member
 
 AT_A_TIME = 8
 ASKED = 2
 """Decode workers that are asked to pass it on."""
+HEAR_S = 1.0
+"""For an answer that was under way."""
+MAX_HEARD = 256
 TRIES = 4
 RETRY_S = 0.5
 """Until the next try, when none of them could be reached: the cause may be their restart."""
@@ -57,13 +62,45 @@ class Releaser:
         self._due: asyncio.Queue[_Due] = asyncio.Queue()
         self._later: set[asyncio.TimerHandle] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._heard: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
-        return self._due.qsize() + len(self._later) + len(self._tasks)
+        return self._due.qsize() + len(self._later) + len(self._tasks) + len(self._heard)
 
     def release(self, release: Release) -> None:
         """Soon; nobody waits for it."""
         self._begin(_Due(release))
+
+    def hear_out(
+        self, sending: Sending, pieces: list[bytes], over: Callable[[], None], then: Callable[[bytes], None]
+    ) -> None:
+        """A prefill leg is given up, and its worker is told at once. An answer that was under way by then
+        hands KV over too, which only it names: it goes to `then`, with the `pieces` that had come. In any
+        case it is `over`, soon.
+        """
+        connection = sending.connection
+        if connection is None or len(self._heard) >= MAX_HEARD or not connection.half_close():
+            sending.finish()
+            over()
+            return
+        task = asyncio.get_running_loop().create_task(self._hear(sending, connection, pieces, then))
+        task.add_done_callback(lambda _task: over())
+        self._heard.add(task)
+        task.add_done_callback(self._heard.discard)
+
+    @staticmethod
+    async def _hear(
+        sending: Sending, connection: UpstreamConnection, pieces: list[bytes], then: Callable[[bytes], None]
+    ) -> None:
+        try:
+            pieces.append(connection.take_body())
+            async with asyncio.timeout(HEAR_S):
+                await connection.stream_to(lambda data, _now_s: pieces.append(data))
+            then(b"".join(pieces))
+        except (TimeoutError, GatewayError):
+            pass  # it had not answered
+        finally:
+            sending.finish()
 
     def reset(self, member: Member) -> None:
         """Have a worker forget its prefix cache: what it holds may not be what it seems."""
@@ -83,7 +120,7 @@ class Releaser:
         for timer in self._later:
             timer.cancel()
         self._later.clear()
-        tasks = list(self._tasks)
+        tasks = [*self._tasks, *self._heard]
         if tasks:
             await asyncio.wait(tasks, timeout=within_s)
         for task in tasks:

@@ -50,6 +50,7 @@ class Pd:
         self._shaken: dict[tuple[str, str], None] = {}
         """Pairs that have handed over: a decode worker reaches those prefill workers at once."""
         self.releaser = Releaser(books.pd_metrics.releases)
+        self.hear_out = self.releaser.hear_out
         self._speeds = HandoffSpeeds(dispatcher)
         if self._config.connector is not None:
             self._named(self._config.connector)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
@@ -35,7 +36,7 @@ from kvroute.router.heads import request_head
 from kvroute.router.pd.asking import declines
 from kvroute.router.pd.body import Fields, leg_body, short_prefill
 from kvroute.router.pd.books import Asked
-from kvroute.router.pd.connector import CannotHandOver, Leg, Pair
+from kvroute.router.pd.connector import CannotHandOver, Connector, Leg, Pair
 from kvroute.router.pd.desk import Desk, Kept
 from kvroute.router.pd.planning import Planned
 from kvroute.router.pd.prefill_leg import REFUSALS, PrefillFailed, PrefillLeg
@@ -212,16 +213,13 @@ class Split:
         )
 
     def _prefilled(self, leg: PrefillLeg, handoff: Any) -> None:
-        now_s = monotonic()
-        member = self._half.member
-        told = None if member.transfer is None else member.transfer.lease_s
-        lease_s = told or self._desk.books.config.pd.kv_lease_s
-        self._kept = Kept(
-            self._connector, self._pair, handoff, now_s, now_s + lease_s, member.kv_expired or 0
-        )
+        self._kept = self._keep(self._connector, self._pair, handoff)
         self.cached_tokens = leg.usage.cached_tokens
         leg.end()
         self._enter(Phase.PREFILLED)
+
+    def _keep(self, connector: Connector, pair: Pair, handoff: Any) -> Kept:
+        return Kept.from_now(connector, pair, handoff, self._desk.books.config.pd.kv_lease_s)
 
     # --- decode --------------------------------------------------------------------------------
 
@@ -414,10 +412,11 @@ class Split:
         leg, self._leg = self._leg, None
         if leg is not None:
             self._note_cut_off(leg)
-            leg.end()
+            leg.end(self._hear_out)
+        else:
+            self._half.lease.release()
         if self.sending is not None:
             self.sending.finish()
-        self._half.lease.release()
         if self.phase is Phase.DECODING:
             self._enter(Phase.DONE)
         elif self.phase is not Phase.FAILED:
@@ -428,15 +427,27 @@ class Split:
             self._desk.let_go(kept, self._choice.member)
 
     def _note_cut_off(self, leg: PrefillLeg) -> None:
-        """A prefill's answer that had arrived when the request was given up hands something over too."""
-        answer = None if self._connector.is_concurrent else leg.cut_off()
-        if answer is None:
-            return
+        """KV of a prefill leg that is given up: its worker may be done with it all the same."""
+        if not self._connector.is_concurrent:
+            if (answer := leg.cut_off()) is not None:
+                self._let_go_late(self._connector, self._pair, answer)
+        elif leg.is_out and self._prepared is not None and self.phase is not Phase.DECODING:
+            self._kept = self._keep(self._connector, self._pair, self._prepared)
+
+    def _hear_out(self, sending: Sending, pieces: list[bytes], over: Callable[[], None]) -> None:
+        """Of a prefill leg that is out: an answer that is under way may name what is to be let go."""
+        if self._connector.is_concurrent:
+            sending.finish()
+            over()
+        else:
+            then = partial(self._let_go_late, self._connector, self._pair)
+            self._desk.hear_out(sending, pieces, over, then)
+
+    def _let_go_late(self, connector: Connector, pair: Pair, answer: bytes) -> None:
         with suppress(orjson.JSONDecodeError, CannotHandOver):
             fields = orjson.loads(answer)
             if isinstance(fields, dict):
-                self._prefilled(leg, self._connector.handoff(fields))
-                self._fail()
+                self._desk.let_go(self._keep(connector, pair, connector.handoff(fields)), pair.decode)
 
 
 def _refuse_both(fault: BaseException, response: Response) -> bool:
