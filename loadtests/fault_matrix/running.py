@@ -32,6 +32,7 @@ SETTLE_S = 1.5
 REFUSE_S = 0.05
 """A restarting worker is away for so long."""
 POLL_S = 0.002
+MISSED = "the fault met no request"
 
 
 class Result(Struct):
@@ -132,13 +133,13 @@ async def bed(cell: Cell, plan: Plan) -> AsyncIterator[Bed]:
         kv_lease_s=LEASE_S,
         kv_wait_s=plan.kv_wait_s,
     )
-    async with MockFleet(options) as fleet, running(_config(cell, fleet)) as server:
+    async with MockFleet(options) as fleet, running(_config(cell, plan, fleet)) as server:
         one = Bed(cell, plan, fleet, server)
         await one.heal()
         yield one
 
 
-def _config(cell: Cell, fleet: MockFleet) -> Config:
+def _config(cell: Cell, plan: Plan, fleet: MockFleet) -> Config:
     workers: list[dict[str, Any]] = []
     for engine in fleet.engines:
         worker: dict[str, Any] = {"url": engine.url, "role": engine.pd.role.value}
@@ -148,6 +149,8 @@ def _config(cell: Cell, fleet: MockFleet) -> Config:
             worker["bootstrap_port"] = engine.port
         workers.append(worker)
     setting = _SETTING | {"workers": workers, "pd": _PD | {"connector": cell.connector}}
+    if plan.first:  # else probes find it out before a request does
+        setting["health"] = setting["health"] | {"interval_s": 10.0, "metrics_interval_s": 10.0}
     return Config(**setting)
 
 
@@ -165,12 +168,16 @@ _SETTING: dict[str, Any] = {
 
 
 async def run_cell(cell: Cell, plan: Plan, client: httpx.AsyncClient, right: str) -> Result:
-    """Bring it about, and look what is left."""
-    async with bed(cell, plan) as one:
-        result = await _strike(one, client, right)
-        await _settle(one, result)
-        await _recover(one, client, right, result)
-        return result
+    """Bring it about, and look what is left; again where a busy machine let the moment pass."""
+    for left in (2, 1, 0):
+        async with bed(cell, plan) as one:
+            result = await _strike(one, client, right)
+            if MISSED in result.faults and left:
+                continue
+            await _settle(one, result)
+            await _recover(one, client, right, result)
+            break
+    return result
 
 
 async def _strike(one: Bed, client: httpx.AsyncClient, right: str) -> Result:
@@ -185,7 +192,7 @@ async def _strike(one: Bed, client: httpx.AsyncClient, right: str) -> Result:
             break
     assert result is not None
     if not one.has_struck:
-        result.faults.append("the fault met no request")
+        result.faults.append(MISSED)
     return result
 
 
