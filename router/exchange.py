@@ -318,8 +318,6 @@ class Exchange:
         assert meter is not None
         client.drop_request_body()
         self._planned, self._request.body = None, b""
-        self._request.body = b""
-        self._planned = None
         if self._split is not None:
             self._split.drop_body()
         parsed = self._parsed  # lets go of the prompt's text, and of its keys
