@@ -192,8 +192,8 @@ class PrefillLeg:
     def end(self, hear_out: HearOut | None = None) -> None:
         """Its connection goes back or is closed, what came of it is recorded, its lease is released.
 
-        Where it is out, `hear_out` may have the connection, what has come, and the end of the lease: with that
-        a worker that was removed is forgotten, connections and all.
+        Where it is out, `hear_out` may have the connection, what has come, and the end of the lease: with
+        that a worker that was removed is forgotten, connections and all.
         """
         if self._ended:
             return
