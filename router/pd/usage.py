@@ -6,6 +6,7 @@ import re
 
 # A quote inside a JSON string is escaped, so an unescaped key is a key.
 _COUNT = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"(\s*:\s*)(\d+)(?=[^\d])')
+_BEGUN = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*(?::\s*\d*)?')
 _NAMES = (b'"cached_tokens"', b'"cache_read_input_tokens"')
 _LONGEST = max(map(len, _NAMES)) + 40
 """A count cut by the end of a read, with blanks; longer ones pass as they are."""
@@ -56,14 +57,9 @@ class CachedTokens:
     @staticmethod
     def _unfinished(data: bytes) -> int:
         """Where a count begins that goes on in the next read, or may; -1 for nowhere."""
-        tail = max(0, len(data) - _LONGEST)
-        at = data.rfind(b'"', tail)
+        at = data.find(b'"', max(0, len(data) - _LONGEST))
         while at >= 0:
-            rest = data[at:]
-            if any(name.startswith(rest) for name in _NAMES):
+            if _BEGUN.fullmatch(data, at) or any(name.startswith(data[at:]) for name in _NAMES):
                 return at
-            for name in _NAMES:
-                if rest.startswith(name):
-                    return at if re.fullmatch(rb"\s*(?::\s*\d*)?", rest[len(name) :]) else -1
-            at = data.rfind(b'"', tail, at)
+            at = data.find(b'"', at + 1)
         return -1
