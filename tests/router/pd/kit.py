@@ -161,7 +161,7 @@ async def scripted(
     """Started engines by role behind a gateway."""
     workers = [{"url": one.url, "role": "prefill"} for one in prefill]
     workers += [{"url": one.url, "role": "decode"} for one in decode]
-    setting = {"admin": {"enabled": False}, "breaker": STEADY, **fields}
+    setting = {"admin": {"enabled": False}, "breaker": STEADY, "workers": workers, **fields}
     setting["pd"] = {"connector": connector, **fields.get("pd", {})}
-    async with gateway(*prefill, *decode, workers=workers, **setting) as server:
+    async with gateway(*prefill, *decode, **setting) as server:
         yield server
