@@ -165,10 +165,16 @@ class PrefillLeg:
         return not isinstance(answer, dict) or bool(answer.get("error"))
 
     def read(self) -> dict[str, Any]:
-        """Its answer, which was kept; JSONDecodeError where it is no JSON object."""
+        """Its answer, which was kept.
+
+        Raises JSONDecodeError where it is no JSON object, and `PrefillFailed` where it is an error.
+        """
         answer = orjson.loads(b"".join(self._pieces))
         if not isinstance(answer, dict):
             raise orjson.JSONDecodeError("a JSON object is expected", "", 0)
+        if error := answer.get("error"):  # with status 200, and not every connector would miss its handoff
+            said = shorten(str(error), MAX_SAID_CHARS)
+            raise self.failed(Failure.BAD_RESPONSE, f"its answer is an error: {said}", self._status)
         self._usage = usage_in(answer)
         return answer
 
