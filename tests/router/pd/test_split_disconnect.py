@@ -1,0 +1,122 @@
+"""A client leaves in each phase of a split request: both legs end, and no KV stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.kit import Client, Engine, Received, Wire, until
+from tests.loadtests.pd_kit import pd
+from tests.router.pd.kit import COMPLETIONS, HANDED, Bench, bench, prefilled, scripted
+
+ALL = ["nixl", "mooncake", "sglang", "shared-storage", "p2p-nccl"]
+SEQUENTIAL = ["nixl", "shared-storage", "p2p-nccl"]
+LONG = 600.0
+
+
+def live(one: Bench) -> tuple[bool, bool]:
+    """Whether prefill and decode engines have anything to do."""
+    return any(engine.live for engine in one.prefill), any(engine.live for engine in one.decode)
+
+
+async def leave(one: Bench, when: Callable[[], bool], *, stream: bool) -> None:
+    """Ask, wait for a phase, and be gone."""
+    client = await one.begin(stream=stream)
+    await until(when)
+    client.abort()
+    await until(lambda: live(one) == (False, False))
+    members = one.server.registry.members.values()
+    await until(lambda: not any(member.requests for member in members))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("connector", ALL)
+async def test_while_prefill_runs(connector: str, stream: bool) -> None:
+    async with bench(connector) as one:
+        one.prefill[0].faults.set({"hang": True})
+        both = connector not in SEQUENTIAL
+        await leave(one, lambda: live(one) == (True, both), stream=stream)
+        assert one.prefill[0].journal.totals["aborted"] == 1
+        assert one.decode[0].journal.totals["aborted"] == both
+        assert one.server.metrics.disconnects.value("waiting") == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("connector", ALL)
+async def test_while_the_kv_is_on_its_way(connector: str, stream: bool) -> None:
+    async with bench(connector) as one:
+        one.decode[0].faults.set({"handoff_delay": LONG})
+        finished = connector != "sglang"  # whose prefill answers once its KV has moved
+
+        def handed() -> bool:
+            return live(one) == (not finished, True) and (
+                one.prefill[0].journal.totals["finished"] == 1 or pd(one.prefill[0])["held"]["requests"] == 1
+            )
+
+        await leave(one, handed, stream=stream)
+        assert one.decode[0].journal.totals["aborted"] == 1
+        await one.idle()
+        assert "pulled" not in one.released()
+        assert "expired" not in one.released()
+
+
+@pytest.mark.parametrize("connector", ALL)
+async def test_while_decode_runs(connector: str) -> None:
+    async with bench(connector) as one:
+        one.decode[0].faults.set({"hang_at": 2})
+        client = await one.begin(stream=True)
+        assert (await client.head())[0] == 200
+        client.abort()
+        await until(lambda: one.decode[0].journal.totals["aborted"] == 1)
+        await until(lambda: live(one) == (False, False))
+        assert one.server.metrics.disconnects.value("streaming") == 1
+        if connector in ("nixl", "mooncake", "sglang"):
+            assert one.released() == {"pulled": 1}
+
+
+async def test_when_prefill_s_answer_is_there_and_decode_was_not_told() -> None:
+    """Its KV is let go by a decode worker, which is told whose it is."""
+    async with Engine(prefilled()) as p, Engine() as d, scripted([p], [d]) as server:
+        (member,) = (one for one in server.registry.members.values() if one.endpoint.url == d.url)
+        member.pool.take_idle = lambda: None  # type: ignore[method-assign]
+        connect, waits = member.pool.connect, [True]
+
+        async def connect_never() -> object:
+            if waits:
+                waits.clear()
+                client.abort()
+                await until(lambda: False)
+            return await connect()
+
+        member.pool.connect = connect_never  # type: ignore[method-assign, assignment]
+        client = await Client.connect(server.url)
+        await client.send(COMPLETIONS, {"model": "m", "prompt": "x"})
+        await until(lambda: bool(d.received))
+        assert d.received[0].json() == {
+            "model": "kvroute-release",
+            "prompt": "x",
+            "max_tokens": 1,
+            "kv_transfer_params": HANDED,
+        }
+
+
+async def test_when_prefill_s_answer_is_on_its_way() -> None:
+    """Its worker is told at once, and what it had said by then is heard out: only that names its KV."""
+    asked = [False]
+
+    async def prefill(request: Received, wire: Wire) -> None:
+        asked[0] = True
+        await wire.eof()
+        wire.closed = True
+        await prefilled()(request, wire)
+
+    async with Engine(prefill) as p, Engine() as d, scripted([p], [d]) as server:
+        client = await Client.connect(server.url)
+        await client.send(COMPLETIONS, {"model": "m", "prompt": "x"})
+        await until(lambda: asked[0])
+        client.abort()
+        await until(lambda: bool(d.received))
+        assert d.received[0].json()["kv_transfer_params"] == HANDED
+        assert [one.json()["model"] for one in d.received] == ["kvroute-release"] * len(d.received)
+        await until(lambda: not any(one.requests for one in server.registry.members.values()))
