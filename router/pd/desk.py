@@ -72,6 +72,6 @@ class Desk(Protocol):
         """As `Releaser.hear_out`."""
         ...
 
-    def let_go(self, kept: Kept, decode: Member) -> None:
-        """Nobody will fetch it; `decode` was to."""
+    def let_go(self, kept: Kept, decode: Member, *, may_fetch: bool) -> None:
+        """Nobody will fetch it; `decode` was to, and `may_fetch` it until it has heard that nobody waits."""
         ...

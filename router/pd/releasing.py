@@ -60,16 +60,19 @@ class Releaser:
         self._timeout_s = timeout_s
         self._capacity = capacity
         self._due: asyncio.Queue[_Due] = asyncio.Queue()
-        self._later: set[asyncio.TimerHandle] = set()
+        self._later: dict[asyncio.TimerHandle, _Due] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._heard: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return self._due.qsize() + len(self._later) + len(self._tasks) + len(self._heard)
 
-    def release(self, release: Release) -> None:
-        """Soon; nobody waits for it."""
-        self._begin(_Due(release))
+    def release(self, release: Release, after_s: float = 0.0) -> None:
+        """Soon after; nobody waits for it."""
+        if after_s > 0:
+            self._put_off(after_s, _Due(release))
+        else:
+            self._begin(_Due(release))
 
     def hear_out(
         self, sending: Sending, pieces: list[bytes], over: Callable[[], None], then: Callable[[bytes], None]
@@ -117,9 +120,11 @@ class Releaser:
 
     async def stop(self, within_s: float = 1.0) -> None:
         """Send what is due, but for so long at most; idempotent."""
-        for timer in self._later:
+        later, self._later = self._later, {}
+        for timer, due in later.items():
             timer.cancel()
-        self._later.clear()
+            if not due.is_repeat:
+                self._begin(due)
         tasks = [*self._tasks, *self._heard]
         if tasks:
             await asyncio.wait(tasks, timeout=within_s)
@@ -164,11 +169,11 @@ class Releaser:
             return
 
         def go_on() -> None:
-            self._later.discard(timer)
+            self._later.pop(timer, None)
             self._begin(due)
 
         timer = asyncio.get_running_loop().call_later(delay_s, go_on)
-        self._later.add(timer)
+        self._later[timer] = due
 
     async def _send(self, release: Release) -> str:
         """`released` when a worker has heard it; what it answers is a refusal, as is meant."""

@@ -30,6 +30,10 @@ from kvroute.types import EngineKind, Outcome, Role
 log = structlog.get_logger(__name__)
 
 AGAIN_S = 1.0
+HEARD_S = 0.5
+"""By then a decode worker has heard that its client left: it lets KV go itself, or fetches no more. What it
+fetches after it was let go stays in its cache, wrong.
+"""
 MAX_SHAKEN = 4096
 XARGS = "vllm_xargs"
 NESTED = frozenset({"kv_transfer_params", "ec_transfer_params"})
@@ -186,7 +190,7 @@ class Pd:
         log.error("kv fetched too late", worker=decode.worker.id, prefix_cache="reset, if the engine can")
         self.releaser.reset(decode)
 
-    def let_go(self, kept: Kept, decode: Member) -> None:
+    def let_go(self, kept: Kept, decode: Member, *, may_fetch: bool) -> None:
         told = kept.connector.release(kept.pair, kept.handoff)
         if told is None:
             return
@@ -194,7 +198,8 @@ class Pd:
         others = self._decode_workers(prefill, decode)
         met = bool(others) and (prefill.worker.id, others[0].worker.id) in shaken
         by = partial(self._decode_workers, prefill, decode)
-        self.releaser.release(Release(*told, by, kept.until_s, None if met else AGAIN_S))
+        release = Release(*told, by, kept.until_s, None if met else AGAIN_S)
+        self.releaser.release(release, HEARD_S if may_fetch else 0.0)
 
     def _decode_workers(self, prefill: Member, decode: Member) -> list[Member]:
         """Those that may pass a release on, the likeliest to reach the prefill worker first."""

@@ -88,6 +88,8 @@ class Split:
         self._tasks: tuple[asyncio.Task[Any], ...] = ()
         self._kept: Kept | None = None
         self._unsent = self._keeps = False
+        self._is_told = False
+        """The decode worker may have begun to fetch."""
         self._since_s = 0.0
         """When this phase began."""
 
@@ -116,6 +118,7 @@ class Split:
         if response.status < 400:
             self._decodes()
         else:
+            self._is_told = False  # it was, and is done
             self._fail()
         return response
 
@@ -231,6 +234,7 @@ class Split:
         own = self._decode_leg(kept.pair, kept.handoff)
         response = await self._post_decode(own, None if kept.handoff is None else kept.send_by_s)
         if response is None:
+            self._is_told = False
             books = self._desk.books
             books.pd_metrics.expired.add("handoff")
             message = "its KV is too old to be sent on"
@@ -259,6 +263,7 @@ class Split:
             None,
             self._headers(own),
         )
+        self._is_told = True
         try:
             return await sending.post(
                 head,
@@ -274,6 +279,7 @@ class Split:
             raise PrefillFailed(Failure.RESET, message, is_nobodys=True) from None
         except GatewayError as error:
             if error.failure in NEVER_SENT:
+                self._is_told = False
                 self._unsent = self._kept is not None and self._kept.handoff is not None
             elif (
                 error.failure is Failure.FIRST_BYTE_TIMEOUT
@@ -424,7 +430,8 @@ class Split:
         kept = self._kept
         if kept is not None and not keeps:
             self._kept = None
-            self._desk.let_go(kept, self._choice.member)
+            self._desk.let_go(kept, self._choice.member, may_fetch=self._is_told)
+        self._is_told = False
 
     def _note_cut_off(self, leg: PrefillLeg) -> None:
         """KV of a prefill leg that is given up: its worker may be done with it all the same."""
@@ -447,7 +454,8 @@ class Split:
         with suppress(orjson.JSONDecodeError, CannotHandOver):
             fields = orjson.loads(answer)
             if isinstance(fields, dict):
-                self._desk.let_go(self._keep(connector, pair, connector.handoff(fields)), pair.decode)
+                kept = self._keep(connector, pair, connector.handoff(fields))
+                self._desk.let_go(kept, pair.decode, may_fetch=False)
 
 
 def _refuse_both(fault: BaseException, response: Response) -> bool:
