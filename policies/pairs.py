@@ -174,7 +174,8 @@ class Pairs:
         prices = self._split.total_s.ravel()
         broken = np.zeros(len(prices)) if self._split.broken is None else self._split.broken.ravel() > KEPT
         width = len(self._ways.decode)
-        return [divmod(int(at), width) for at in np.lexsort((prices, broken))[:limit] if prices[at] < inf]
+        order = np.lexsort((prices, broken))
+        return [divmod(int(at), width) for at in order[prices[order] < inf][:limit]]
 
     def _choose_whole(self, at: int) -> Choice:
         worker = int(self._ways.whole[at])

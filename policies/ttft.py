@@ -50,6 +50,9 @@ place of the one after."""
 LONG = 30.0
 """Times a decode step, from which on a prefill does not go before: who decodes there is given that step
 between two prefills that stall all."""
+PARKED_S = 0.3
+"""So long may a prompt's KV be expected to wait at its prefill worker for room where it is to be decoded:
+that costs less than room kept free while it is computed. Beyond, room is given to short ones first."""
 LATE = 1.5
 """Times what prefill should take, from which on it does not explain that nothing is heard."""
 CROWD, CROWDED, IDLE = 8, 1.5, 0.1
@@ -58,7 +61,7 @@ CROWD, CROWDED, IDLE = 8, 1.5, 0.1
 
 class Ttft:
     """Rule: argmin over workers of the price in `pricing`; where the fleet has links that carry KV between
-    them (`pd_links`), over pairs of a prefill and a decode worker as well.
+    them (`pd_links`), over pairs of a prefill and a decode worker as well, by the price in `pair_pricing`.
 
     A limit of the request or of the options (TTFT, ITL, end to end) makes candidates that would break it
     infeasible: they are taken only when no other is left, the cheapest first, or, with `admission` "slo", not
@@ -67,9 +70,10 @@ class Ttft:
     What others lose of their decode life counts by the weights where prefills take a share of it, and less
     where that is small (`worth`).
 
-    With `hold`, a request whose cheapest worker has a prefill ahead, or no KV room, waits
-    in the gateway, short ones first and aged by `age_weight`; its prefill counts as promised for those
-    behind it. When a worker frees it is priced again, and goes where it is then cheapest.
+    With `hold`, a request whose cheapest worker has a prefill ahead, or no KV room (of a split, none for
+    longer than `PARKED_S`), waits in the gateway, short ones first and aged by `age_weight`; its prefill
+    counts as promised for those behind it. When a worker frees it is priced again, and goes where it is then
+    cheapest.
 
     Each request is priced alone, so that none of many equal ones would pay for a copy that the rest could
     use: a worker that is crowded while another is idle is left to those it has, and the cheapest of those
@@ -81,7 +85,9 @@ class Ttft:
     Options: the weights of `pricing`, `hold`, `age_weight`, the limits in seconds, `admission` (off or slo),
     `max_queue_s` (reject when every queue is longer).
 
-    Reasons: cached, cold, moved (a longer prefix was passed over), split. Rejections: ttft, itl, e2e, queue.
+    Reasons: cached, cold, moved (a longer prefix was passed over). Where it could be split: split; handoff (a
+    split would be cheaper, came the KV at no cost), limit (only splits would break one, or find no room) and
+    whole (nothing to gain). Rejections: ttft, itl, e2e, queue.
 
     Trade-offs: needs a pace for every worker, preset or learned; a wrong one costs until it is corrected.
     """
@@ -128,7 +134,11 @@ class Ttft:
         if rejection is not None:
             return rejection
         side = sides[choice.prefill]
-        if fleet.may_hold and self._options.hold and self._must_wait(request, fleet, paces, choice, side):
+        if (
+            fleet.may_hold
+            and self._options.hold
+            and self._must_wait(request, fleet, paces[choice.prefill], choice, side, sides[choice.decode])
+        ):
             rank_s = self._options.age_weight * _of_prefillers(fleet, sides).shortest_prefill_s
             return Hold(fleet.workers[choice.prefill], side.raw_prefill_s, rank_s)
         return self._decision(request, fleet, paces, sides, choice)
@@ -216,19 +226,22 @@ class Ttft:
 
     @staticmethod
     def _must_wait(
-        request: RequestView, fleet: Fleet, paces: Sequence[Pace], choice: Choice, side: Side
+        request: RequestView, fleet: Fleet, pace: Pace, choice: Choice, side: Side, decode: Side
     ) -> bool:
         """Whether somebody held goes there first, or a prefill is under way there, or there is no KV room."""
         at = choice.prefill
         if fleet.promised_s and fleet.promised_s[at] > 0:
             return True
-        load, pace = fleet.loads[at], paces[at]
+        load = fleet.loads[at]
         step_s = pace.decode_s(load.requests, load.context_tokens)  # of all, once that prefill is over
         lead_s = LEAD_S if side.prefill_s < LONG * step_s else 0.0
         if _tokens_ahead(load, pace, fleet.now_s, lead_s) >= FEW_TOKENS:
             return True
-        at = choice.decode
-        return not has_room(fleet.loads[at], paces[at], request.prompt_tokens, fleet.output_tokens)
+        if (
+            choice.prefill != choice.decode
+        ):  # room there is for whoever comes first, and prefill takes its time
+            return decode.room_s > PARKED_S
+        return not has_room(load, pace, request.prompt_tokens, fleet.output_tokens)
 
     def _decision(
         self,

@@ -177,8 +177,8 @@ def test_kv_that_waits_for_room_is_lost_with_its_prefill_worker() -> None:
 
 
 @pytest.mark.parametrize("policy", ["ttft", "round_robin", "dynamo", "preble"])
-@pytest.mark.parametrize("split", [None, (2, 2)])
-def test_every_request_ends_once_whatever_dies(policy: str, split: tuple[int, int] | None) -> None:
+@pytest.mark.parametrize("apart", [{}, {"split": (2, 2)}, {"joint": True}])
+def test_every_request_ends_once_whatever_dies(policy: str, apart: dict[str, Any]) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     source = random.Random(seed)
@@ -189,7 +189,7 @@ def test_every_request_ends_once_whatever_dies(policy: str, split: tuple[int, in
         failures.append(Failure(worker, at_s + 10, source.choice([None, at_s + 15])))
     setting = Setting(
         workers=4,
-        split=split,
+        **apart,
         kv_tokens=60_000,
         block_tokens=64,
         failures=tuple(failures),
@@ -276,6 +276,7 @@ def test_engines_of_two_presets() -> None:
     ("fields", "message"),
     [
         ({"split": (1, 0)}, r"split must be a prefill and a decode worker at least, got \(1, 0\)"),
+        ({"split": (1, 1), "joint": True}, r"joint: none of the workers of a split \(\(1, 1\)\) does both"),
         ({"worker_scales": (1.0,)}, "worker_scales must be one for each of 8 workers, got 1"),
         ({"worker_scales": (1.0,) * 7 + (0.0,)}, "worker_scales must be positive"),
         ({"event_loss": 1.5}, "event_loss must be a share of 0 to 1, got 1.5"),

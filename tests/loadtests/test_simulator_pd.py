@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -15,14 +15,15 @@ from kvroute.loadtests.mock_engine.sequences import Phase, Sequence
 from kvroute.loadtests.simulator.requests import Record
 from kvroute.loadtests.simulator.setting import Setting
 from kvroute.loadtests.simulator.simulation import Simulation
+from kvroute.loadtests.simulator.sources import fleets
 from kvroute.loadtests.traces.arrivals import Arrival, arrivals
 from kvroute.loadtests.traces.rows import Row, Trace
 from kvroute.loadtests.traces.workloads import generate
 from kvroute.policies.base import Policy
-from kvroute.policies.costs.links import Link
+from kvroute.policies.costs.links import Link, PdLinks
 from kvroute.policies.costs.speeds import PRESETS
 from kvroute.policies.registry import make_policy, policy_names
-from kvroute.types import Decision, Fleet, RequestView, Role
+from kvroute.types import Candidate, Decision, Fleet, RequestView, Role
 
 SPEED = PRESETS["qwen3-32b-h200-tp2"]
 BLOCK_BYTES = 512 * 262_144
@@ -215,6 +216,91 @@ def test_everything_ends_and_the_index_knows_both_kinds(name: str) -> None:
         told = {key for _, _, _, key, _ in simulation.index.blocks.export(slot)}
         assert told == set(engine.scheduler.cache.keys())
     assert sum(record.failure is None for record in records) > 50
+
+
+# --- any worker may do either half -------------------------------------------------------------
+
+
+class Scripted(Seen):
+    """Takes these pairs in turn."""
+
+    chooses_pairs: ClassVar[bool] = True
+
+    def __init__(self, *pairs: tuple[int, int]) -> None:
+        super().__init__()
+        self._pairs = list(pairs)
+
+    def decide(self, request: RequestView, fleet: Fleet) -> Decision:
+        self.fleets.append(fleet)
+        prefill, decode = self._pairs.pop(0)
+        return Decision(Candidate(fleet.workers[prefill], fleet.workers[decode]), "scripted")
+
+
+def test_one_engine_prefills_for_another_decodes_for_it_and_does_all_of_a_third() -> None:
+    """Each of 1000 tokens, far apart in time: 0 to 1, 1 to 0, and all at 0, where the first's blocks lie."""
+    simulation, (one, two, three) = run(
+        replace(PAIR, split=None, workers=2, joint=True),
+        policy := Scripted((0, 1), (1, 0), (0, 0)),
+        requests((1.0, 1000, 3, (1, 2)), (5.0, 1000, 3, (3, 4)), (9.0, 1000, 1, (1, 2))),
+    )
+    there_s = prefill_ms(1000) / 1e3 + 2 * BLOCK_S + 0.002
+    for at_s, record in ((1.0, one), (5.0, two)):
+        first_s = at_s + there_s + decode_ms(999) / 1e3
+        end_s = first_s + (decode_ms(1000) + decode_ms(1001)) / 1e3
+        assert (record.first_s, record.end_s) == pytest.approx((first_s, end_s), abs=1e-9)
+    assert [(one.prefill, one.worker), (two.prefill, two.worker)] == [(0, 1), (1, 0)]
+    assert three.first_s == pytest.approx(9.0 + prefill_ms(1000 - 512, 512) / 1e3, abs=1e-9)
+    assert simulation.fleet.handoffs.moved_bytes == [2 * BLOCK_BYTES, 2 * BLOCK_BYTES]
+    for fleet in policy.fleets:
+        assert [(worker.role, worker.takes_whole) for worker in fleet.workers] == [(Role.BOTH, True)] * 2
+        assert fleet.pd_links == PdLinks.uniform(LINK)
+
+
+def test_kv_comes_to_an_engine_between_its_own_prefill_steps() -> None:
+    """0 is in its prefill of 9000 tokens, two steps, when it gets KV: it decodes beside the second."""
+    simulation, (long, late) = run(
+        replace(PAIR, split=None, workers=2, joint=True),
+        Scripted((0, 0), (1, 0)),
+        requests((0.0, 9000, 1, tuple(range(10, 27))), (0.2, 100, 1, ())),
+    )
+    first_step_s = prefill_ms(8192) / 1e3
+    # 100 tokens are ready long before that step is over, and get their room then; KV comes in the second.
+    there_s = first_step_s + BLOCK_S + 0.002
+    assert long.first_s == pytest.approx(first_step_s + prefill_ms(808, 8192) / 1e3, abs=1e-9)
+    assert late.first_s is not None
+    assert late.first_s == pytest.approx(max(there_s, long.first_s) + decode_ms(99) / 1e3, abs=1e-9)
+    assert simulation.fleet.handoffs.moved_bytes == [BLOCK_BYTES, 0]
+
+
+def test_a_policy_that_chooses_no_pairs_does_all_at_one_worker_where_each_may() -> None:
+    policy = Seen()
+    setting = Setting(workers=3, joint=True, scale=1.0, kv_tokens=100_000, handoff=LINK)
+    simulation, (one,) = run(setting, policy, requests((0.0, 1000, 3, (1, 2))))
+    assert (one.prefill, one.worker, simulation.fleet.handoffs.moved_bytes) == (0, 0, [0, 0, 0])
+    assert [(len(fleet.workers), fleet.pd_links) for fleet in policy.fleets] == [(3, None)]
+
+
+@pytest.mark.soak
+def test_where_each_may_long_prompts_are_split_once_others_decode() -> None:
+    """No decodes: nothing to gain. Once some workers have come to prefill more than others, much is."""
+    setting = Setting(workers=3, joint=True, kv_tokens=750_000, block_tokens=64)
+    work = arrivals(generate("scans", 200, 2.0, 5), 64)
+    simulation, records = run(setting, make_policy("ttft", {}), work)
+    split = [record for record in records if record.prefill != record.worker]
+    assert records[0] not in split
+    assert len(split) > 40
+    assert simulation.stays_s == pytest.approx(simulation.running_integral_s)
+    reasons = {record.failure for record in records}
+    assert reasons == {None}
+
+
+def test_a_fleet_in_which_each_may_is_written_as_8pd() -> None:
+    (few,) = fleets(["8PD"], "qwen3-32b-h200-tp2")
+    assert (few.workers, few.setting.workers, few.setting.joint, few.setting.split) == ("8PD", 8, True, None)
+    apart, plain = fleets(["6P2D", "8"], "qwen3-32b-h200-tp2")
+    assert (apart.setting.split, apart.setting.joint, plain.setting.joint) == ((6, 2), False, False)
+    with pytest.raises(ValueError, match=r"'8DP' is not understood; a number is expected, or 6P2D, or 8PD"):
+        fleets(["8DP"], "qwen3-32b-h200-tp2")
 
 
 def test_a_remote_sequence_may_be_broken_off_on_its_way() -> None:

@@ -12,10 +12,11 @@ import pytest
 from kvroute.policies.costs.links import Link, PdLinks
 from kvroute.policies.pair_pricing import BOTH_ENDS, COPY, REUSED, PairPricing
 from kvroute.policies.pairing import cheapest_decode, handoff_s, payload_bytes
+from kvroute.policies.predicting import expect
 from kvroute.policies.pricing import REQUEST_S, price_sides
 from kvroute.policies.pricing_columns import MIN_WORKERS
-from kvroute.policies.ttft import MAX_PRICED, Ttft
-from kvroute.types import Decision, Fleet, Place, Rejection, RequestView, Role
+from kvroute.policies.ttft import MAX_PRICED, PARKED_S, Ttft
+from kvroute.types import Decision, Fleet, Hold, Place, Rejection, RequestView, Role
 from tests.policies.fleets import PLAIN, Node, priced_fleet
 
 REQUEST = RequestView(prompt_tokens=3000)  # 0.3 GB of KV, 0.3 s of prefill
@@ -116,7 +117,7 @@ def test_the_choice_is_the_cheapest_of_all_worked_out_one_by_one(count: int) -> 
             assert decision.cost.total_s == pytest.approx(ways[0][1], rel=1e-9)
             policy._pairs = PairPricing()  # as if the last one had not been sent
         splits += decision.candidate.prefill is not decision.candidate.decode
-    assert splits
+    assert splits or count >= MIN_WORKERS
 
 
 def test_a_fleet_in_which_nobody_can_decode_is_an_error() -> None:
@@ -163,6 +164,32 @@ def test_a_decode_worker_that_breaks_a_limit_is_passed_over_and_refused_only_whe
 def test_want_of_room_is_a_wait_and_no_refusal() -> None:
     full = D._replace(speed=replace(PLAIN, kv_tokens=4000), decoding=1, kv_tokens=2000)
     assert isinstance(decide(priced_fleet(P, full, pd_links=FAST), admission="slo"), Decision)
+
+
+def test_a_split_waits_in_the_gateway_only_for_room_that_is_long_in_coming() -> None:
+    """3300 tokens are needed beside those promised; in the 3 s of a decode life all of these go."""
+    for room_tokens, held in ((5200, False), (4800, True)):
+        speed = replace(PLAIN, kv_tokens=room_tokens)
+        fleet = priced_fleet(
+            P, D._replace(speed=speed, decoding=1, kv_tokens=2000), pd_links=FAST, may_hold=True
+        )
+        (priced,) = Ttft(Ttft.Options()).price(REQUEST, fleet)
+        assert priced.cost.room_s == pytest.approx((2000 + 3300 - room_tokens) / 2000 * 3.0)
+        assert (priced.cost.room_s > PARKED_S) == held == isinstance(decide(fleet), Hold)
+
+
+def test_what_is_expected_of_a_split_is_what_it_was_priced_at() -> None:
+    """With the wait for a link that only the policy knows of; without its price, that is not known."""
+    turning, fleet = Ttft(Ttft.Options()), priced_fleet(P, P, D, pd_links=SLOW)
+    turning.decide(REQUEST, fleet)
+    decision = turning.decide(REQUEST, fleet)
+    at = fleet.workers.index(decision.candidate.prefill)
+    for alike, handed_s in ((True, 0.610), (False, 0.310)):
+        expected = expect(REQUEST, fleet, decision, at, priced_alike=alike, decode_at=2)
+        assert expected.handoff_s == pytest.approx(handed_s)
+        assert expected.prediction.ttft_s == pytest.approx(0.3 + handed_s)
+        assert expected.prefill is not None
+        assert expected.prefill.ttft_s == pytest.approx(0.3)
 
 
 def test_the_wait_for_a_step_at_the_decode_worker_hides_behind_the_prefill() -> None:
