@@ -184,6 +184,10 @@ class Rig:
             answer = self.http.post(self.prefill.url + COMPLETIONS, json=completion(prompt, 1))
             assert answer.status_code == 200, answer.text
 
+    def is_handed_over(self) -> bool:
+        """A request waits at the decode engine, and its KV at the other."""
+        return waiting(self.decode) == 1 and self.held() > 0
+
     def held(self) -> float:
         """Share of the prefill engine's KV room that requests have, ones that wait to be fetched included."""
         return self.prefill.metric("vllm:kv_cache_usage_perc")

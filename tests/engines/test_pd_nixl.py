@@ -151,8 +151,7 @@ class TestDisconnect:
         moved = rig.moved_tokens()
         with rig.busy(rig.decode):
             task = rig.send(COMPLETIONS, {**request(COMPLETIONS, rng), "stream": stream})
-            assert await settles(lambda: waiting(rig.decode) == 1)
-            assert rig.held() > 0
+            assert await settles(rig.is_handed_over)
             await leave(task)
             assert await settles(lambda: waiting(rig.decode) == 0)
             assert await settles(lambda: rig.held() == 0)
