@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvroute.policies.costs.links import Link, PdLinks
+from kvroute.policies.costs.links import Link, Nearness, PdLinks
 from kvroute.policies.pair_pricing import BOTH_ENDS, COPY, REUSED, PairPricing
 from kvroute.policies.pairing import cheapest_decode, handoff_s, payload_bytes
 from kvroute.policies.predicting import expect
@@ -137,6 +137,15 @@ def test_the_nearer_decode_worker_gets_it_unless_it_has_no_room() -> None:
     assert chosen(priced_fleet(prefill, there, full, pd_links=NEAR)) == "ab"
     (first, second) = Ttft(Ttft.Options()).price(REQUEST, priced_fleet(prefill, there, full, pd_links=NEAR))
     assert (first.infeasible, second.infeasible) == (None, "room")
+
+
+def test_a_link_that_is_measured_anew_counts_at_once() -> None:
+    """Also for a tuple of workers of which much is kept."""
+    fleet, policy = priced_fleet(P, D, pd_links=FAST), Ttft(Ttft.Options())
+    fleet = msgspec.structs.replace(fleet, workers=tuple(fleet.workers))
+    slower = msgspec.structs.replace(fleet, pd_links=FAST.with_link(Nearness.FAR, Link(10e9)))
+    costs = [policy.price(REQUEST, each)[0].cost for each in (fleet, slower, fleet)]
+    assert [cost.handoff_s - cost.itl_s for cost in costs] == pytest.approx([0.003, 0.03, 0.003])
 
 
 def test_what_the_decode_worker_holds_need_not_travel() -> None:
