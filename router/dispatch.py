@@ -70,6 +70,8 @@ class Choice(Struct, frozen=True):
     chosen_s: float
     prefill: PrefillHalf | None = None
     """Where another worker prefills: `member` then only decodes, and what it holds is not looked at."""
+    could_split: bool = False
+    """Whether there were two workers for it."""
 
 
 class PrefillHalf(Struct, frozen=True):
@@ -266,7 +268,8 @@ class Dispatcher:
         if prompt.sets:
             self._knowledge.routed(member, prompt)
         if not is_split:
-            return Choice(member, decision, lease, match, prediction, now_s)
+            could_split = fleet.pd_links is not None
+            return Choice(member, decision, lease, match, prediction, now_s, None, could_split)
         decode = eligible.members[decode_at]
         decode_match = fleet.matches[decode_at] if fleet.matches else NO_MATCH
         bytes_ = payload_bytes(prompt_tokens, decode.worker, decode_match, decode.pace)
@@ -279,7 +282,7 @@ class Dispatcher:
             bytes_,
         )
         decode_lease = self._charge_decode(decode, request, fleet)
-        return Choice(decode, decision, decode_lease, NO_MATCH, prediction, now_s, half)
+        return Choice(decode, decision, decode_lease, NO_MATCH, prediction, now_s, half, True)
 
     def _charge_decode(self, member: Member, request: ParsedRequest, fleet: Fleet) -> Lease:
         """It has nothing to prefill: for prices it decodes from now on."""

@@ -119,6 +119,8 @@ class Exchange:
         )
         if self._services.hints is not None:
             self._hints = self._services.hints.of(self._parsed.view, self._prompt)
+        if self._planned is not None and choice is not None:
+            self._services.pd.count(self._planned, choice)
         while choice is not None:
             choice = await self._attempt(choice)
 

@@ -333,8 +333,10 @@ class Registry:
 
     @property
     def usable(self) -> bool:
-        """At least one worker could be given a request."""
-        return any(m.state in (State.READY, State.UNHEALTHY) for m in self.members.values())
+        """At least one worker, or two halves, could be given a request."""
+        able = [m.worker for m in self.members.values() if m.state in (State.READY, State.UNHEALTHY)]
+        decoding = [worker for worker in able if worker.role is not Role.PREFILL]
+        return any(worker.takes_whole for worker in decoding) or 0 < len(decoding) < len(able)
 
     def eligible(
         self, model: str | None, now_s: float, tried: Collection[Member] = (), task: Task = Task.SPLIT

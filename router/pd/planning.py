@@ -27,6 +27,8 @@ class Planned(Struct, frozen=True):
     task: Task
     prompts: int | None
     """Length of a list of prompts."""
+    why_not: str
+    """Why it is not to be split; empty where it may be."""
 
 
 def plan(request: Request, fields: Fields | None, connector: Connector) -> tuple[Task, str, int | None]:

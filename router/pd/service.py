@@ -83,8 +83,7 @@ class Pd:
         if way != "forward":
             request, fields = self._cleaned(request, fields, refuse=way == "refuse")
         task, why_not, prompts = plan(request, fields, self._any_connector())
-        self.books.pd_metrics.requests.add("whole" if why_not else "split", why_not or "can")
-        return Planned(request, fields, task, prompts)
+        return Planned(request, fields, task, prompts, why_not)
 
     def look(self, request: Request) -> tuple[Task, str]:
         """The task a request would be, and why it is not split; for dry runs."""
@@ -122,6 +121,13 @@ class Pd:
 
     def split(self, planned: Planned, asked: Asked, deadline_s: float) -> Split:
         return Split(self, planned, asked, deadline_s)
+
+    def count(self, planned: Planned, choice: Choice) -> None:
+        """How the first attempt at a request is made, and why it is not split."""
+        reason = choice.decision.reason
+        if choice.prefill is None:
+            reason = planned.why_not or (reason if choice.could_split else "no_pair")
+        self.books.pd_metrics.requests.add("whole" if choice.prefill is None else "split", reason)
 
     # --- connectors ----------------------------------------------------------------------------
 

@@ -128,3 +128,20 @@ def test_a_worker_that_says_what_it_is_for_is_believed_unless_configured() -> No
     told = fleet.registry.add(WorkerConfig(url="http://y:80", role=Role.BOTH))
     fleet.registry.set_transfer(told, Transfer("NixlConnector", "nixl", Role.PREFILL))
     assert (told.worker.role, told.worker.takes_whole) == (Role.BOTH, True)
+
+
+@pytest.mark.parametrize(
+    ("names", "whole", "usable"),
+    [
+        (("p1",), True, False),
+        (("d1",), True, True),
+        (("d1",), False, False),
+        (("p1", "d1"), False, True),
+        (("b1",), True, True),
+        ((), True, False),
+    ],
+)
+def test_a_gateway_is_ready_with_somebody_who_decodes_and_somebody_who_prefills(
+    names: tuple[str, ...], whole: bool, usable: bool
+) -> None:
+    assert Apart(*names, whole=whole).registry.usable is usable

@@ -88,7 +88,7 @@ async def test_streams_and_plain_answers_are_whole_and_right_and_decode_follows_
             answer = await one.ask(stream=stream)
             assert right(answer)
             assert answer.body.endswith(b"data: [DONE]\n\n") == stream
-        assert one.count("requests", "split", "can") == 2
+        assert one.count("requests", "split", "turn") == 2
         assert sum(engine.journal.totals["finished"] for engine in one.prefill) == 2
         if connector in ("nixl", *CONCURRENT):
             assert one.released() == {"pulled": 2}
