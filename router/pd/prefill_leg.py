@@ -41,7 +41,7 @@ class PrefillFailed(GatewayError):
     @property
     def asks_for_whole(self) -> bool:
         """The request can be done, but not like this: no other prefill worker is worth a try."""
-        return self.failure in (Failure.PREFILL_REFUSED, Failure.NO_HANDOFF)
+        return not self.is_nobodys and self.failure in (Failure.PREFILL_REFUSED, Failure.NO_HANDOFF)
 
 
 class PrefillRefused(PrefillFailed):

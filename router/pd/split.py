@@ -245,7 +245,7 @@ class Split:
         try:
             return self._connector.decode_leg(pair, handoff)
         except CannotHandOver as fault:
-            raise PrefillFailed(Failure.NO_HANDOFF, str(fault)) from None
+            raise PrefillFailed(Failure.NO_HANDOFF, str(fault), is_nobodys=True) from None
 
     async def _post_decode(self, own: Leg, send_by_s: float | None = None) -> Response | None:
         books, sending = self._desk.books, self.sending

@@ -216,6 +216,8 @@ async def test_what_both_workers_reject_is_the_client_s_answer(connector: str) -
         answer = await one.ask(max_tokens=10**6)
         assert answer.status == 400
         assert "maximum context length" in answer.json()["error"]["message"]
+        assert one.prefill[0].journal.totals["received"] == 1
+        assert one.decode[0].journal.totals["received"] == 1
 
 
 async def test_prefill_has_its_own_limit_and_every_request_one_for_all() -> None:

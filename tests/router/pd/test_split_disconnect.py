@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
 
-from tests.kit import Client, Engine, Received, Wire, until
+from kvroute.router.pd.service import HEARD_S
+from tests.kit import Client, Engine, Received, Wire, answer_ok, until
 from tests.loadtests.pd_kit import pd
 from tests.router.pd.kit import COMPLETIONS, HANDED, Bench, bench, prefilled, scripted
 
@@ -120,3 +122,46 @@ async def test_when_prefill_s_answer_is_on_its_way() -> None:
         assert d.received[0].json()["kv_transfer_params"] == HANDED
         assert [one.json()["model"] for one in d.received] == ["kvroute-release"] * len(d.received)
         await until(lambda: not any(one.requests for one in server.registry.members.values()))
+
+
+async def test_mooncake_s_kv_is_let_go_whether_prefill_was_over_or_not() -> None:
+    """Its name is the gateway's own. An engine that hears of a client that left may be done already."""
+
+    async def hang(request: Received, wire: Wire) -> None:
+        if request.target == "/query":
+            await wire.answer(200, b'{"0":{"engine_id":"e","worker_addr":{}}}')
+        elif request.json()["model"] == "m":
+            await wire.eof()
+
+    async with Engine(hang) as p, Engine(hang) as d:
+        workers = [
+            {"url": p.url, "role": "prefill", "bootstrap_port": p.port},
+            {"url": d.url, "role": "decode"},
+        ]
+        async with scripted([p], [d], "mooncake", workers=workers) as server:
+            client = await Client.connect(server.url)
+            await client.send(COMPLETIONS, {"model": "m", "prompt": "x"})
+            await until(lambda: len(p.received) == 2 and len(d.received) == 1)
+            client.abort()
+            await until(lambda: len(d.received) == 2)
+            leg, release = (one.json() for one in d.received)
+            assert release["model"] == "kvroute-release"
+            assert release["kv_transfer_params"] == leg["kv_transfer_params"]
+            d.script = answer_ok
+
+
+async def test_what_decode_may_be_fetching_is_let_go_once_it_has_heard_that_nobody_waits() -> None:
+    """Blocks that are freed under its hands would stay in its cache with whatever is in them then."""
+
+    async def hang(request: Received, wire: Wire) -> None:
+        await (wire.eof() if request.json()["model"] == "m" else wire.answer(404, b"{}"))
+
+    async with Engine(prefilled()) as p, Engine(hang) as d, scripted([p], [d]) as server:
+        client = await Client.connect(server.url)
+        await client.send(COMPLETIONS, {"model": "m", "prompt": "x"})
+        await until(lambda: len(d.received) == 1)
+        left_s = time.monotonic()
+        client.abort()
+        await until(lambda: len(d.received) >= 2)
+        assert d.received[1].json()["kv_transfer_params"] == HANDED
+        assert d.received[1].at_s - left_s >= 0.9 * HEARD_S
