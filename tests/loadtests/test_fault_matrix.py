@@ -86,12 +86,9 @@ def test_the_table_has_every_result_and_says_why_there_is_none() -> None:
 
 
 PART = {
-    ("nixl", "prefill", "before", "500", 2): (Outcome.RIGHT, 1),
     ("nixl", "decode", "before", "refused", 2): (Outcome.RIGHT, 1),
     ("nixl", "decode", "during", "restart", 2): (Outcome.RIGHT, 1),
-    ("nixl", "decode", "before", "4xx", 1): (Outcome.ERROR, 0),
     ("mooncake", "prefill", "before", "500", 2): (Outcome.RIGHT, 1),
-    ("sglang", "decode", "before", "dies", 2): (Outcome.RIGHT, 1),
     ("sglang", "prefill", "before", "4xx", 1): (Outcome.ERROR, 0),
     ("shared-storage", "prefill", "before", "refused", 1): (Outcome.RIGHT, 1),
     ("p2p-nccl", "decode", "after", "dies", 1): (Outcome.BROKEN, 0),
