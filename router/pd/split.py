@@ -33,6 +33,7 @@ from kvroute.router.discovery import read_metrics
 from kvroute.router.dispatch import Choice
 from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.heads import request_head
+from kvroute.router.meter import Meter
 from kvroute.router.pd.asking import declines
 from kvroute.router.pd.body import Fields, leg_body, short_prefill
 from kvroute.router.pd.books import Asked
@@ -43,7 +44,7 @@ from kvroute.router.pd.prefill_leg import REFUSALS, PrefillFailed, PrefillLeg
 from kvroute.router.probe import get
 from kvroute.router.sending import Sending
 from kvroute.router.sweeper import NEVER
-from kvroute.router.upstream import Response, StaleConnection
+from kvroute.router.upstream import Response, StaleConnection, UpstreamConnection
 from kvroute.router.workers import Member
 
 BLAME_S = 0.05
@@ -52,6 +53,8 @@ NEVER_SENT = frozenset(
     {Failure.CONNECT_REFUSED, Failure.CONNECT_FAILED, Failure.CONNECT_TIMEOUT, Failure.EXHAUSTED}
 )
 """Failures of a leg of which its worker has heard nothing."""
+SURELY = 0.8
+"""Of the predicted time of an answer's tokens, what they take at least."""
 ASK_S = 5.0
 """For a prefill worker's count of what it has let go."""
 
@@ -307,6 +310,8 @@ class Split:
         assert sending is not None
         connection = sending.connection
         assert connection is not None
+        if self._began_in_time(kept, connection):
+            return
         connection.pause()  # nobody takes what comes meanwhile
         expired = await self._expired_there(kept.pair.prefill)
         connection.resume()
@@ -315,6 +320,20 @@ class Split:
             self._desk.spoiled(self._choice.member)
             message = "the answer came when the prefill worker had let KV go"
             raise GatewayError(Failure.HANDOFF_EXPIRED, message)
+
+    def _began_in_time(self, kept: Kept, connection: UpstreamConnection) -> bool:
+        """Of an answer that is not streamed and all there: whether its tokens alone take so long that the
+        first of them, and the KV before it, came while the lease lasted.
+        """
+        prediction = self._choice.prediction
+        if self._asked.view.stream or prediction is None or not connection.complete:
+            return False
+        body, now_s = connection.take_body(), monotonic()
+        connection.give_back(body)
+        meter = Meter(None)
+        meter.feed(body, now_s)
+        tokens = meter.usage().completion_tokens or 0
+        return now_s - SURELY * tokens * prediction.itl_s < kept.send_by_s
 
     async def _expired_there(self, member: Member) -> int | None:
         """How often the prefill worker has let KV go; None when it does not say."""
@@ -366,12 +385,12 @@ class Split:
 
     async def _alongside(self, leg: PrefillLeg) -> None:
         await self._run_prefill(leg)
-        decodes = self.phase is Phase.DECODING  # then KV was fetched before this was told
-        if not decodes and self._connector.shortens_prefill:
+        if self.phase is Phase.DECODING:  # KV was fetched before this was told
+            leg.end()
+            return
+        if self._connector.shortens_prefill:
             self._read_handoff(leg)
         self._prefilled(leg, self._prepared)
-        if decodes:
-            self._kept, self.phase = None, Phase.DECODING
 
     # --- phases --------------------------------------------------------------------------------
 
