@@ -140,19 +140,22 @@ async def _read_answer(reader: asyncio.StreamReader) -> None:
 @contextmanager
 def _gateway(bench: RelayBench, way: str) -> Iterator[tuple[int, int]]:
     """(port, pid) of a gateway before four engines of its own, all ready."""
-    first, port = _free_ports(4), _free_ports(1)
-    urls = [f"http://127.0.0.1:{first + i}" for i in range(4)]
-    if way == "split":
-        roles = ["--prefill", "2", "--decode", "2", "--pd-connector", bench.connector]
-        workers = [*_each("--prefill", urls[:2]), *_each("--decode", urls[2:])]
-        workers += ["--pd-connector", bench.connector]
-    else:
-        roles, workers = ["--engines", "4"], _each("--worker", urls)
-    engines = ["mock-engine", "--port", str(first), "--speed", "inf", "--kv-blocks", "400000", *roles]
-    serve = ["serve", "--port", str(port), "--policy", bench.policy, "--log-level", "error", *workers]
-    with _process(engines), _process(serve) as gateway:
-        _await_ready(port)
-        yield port, gateway.pid
+    is_split = way == "split"
+    halves = ["--prefill", "2", "--decode", "2", "--pd-connector", bench.connector]
+    engines = ["mock-engine", "--speed", "inf", "--kv-blocks", "400000"]
+    with _process([*engines, *(halves if is_split else ["--engines", "4"])]) as fleet:
+        assert fleet.stdout is not None
+        urls = [fleet.stdout.readline().decode().strip() for _ in range(4)]
+        if is_split:
+            workers = [*_each("--prefill", urls[:2]), *_each("--decode", urls[2:])]
+            workers += ["--pd-connector", bench.connector]
+        else:
+            workers = _each("--worker", urls)
+        port = _free_port()
+        serve = ["serve", "--port", str(port), "--policy", bench.policy, "--log-level", "error", *workers]
+        with _process(serve) as gateway:
+            _await_ready(port)
+            yield port, gateway.pid
 
 
 def _each(flag: str, values: Sequence[str]) -> list[str]:
@@ -163,12 +166,12 @@ def _each(flag: str, values: Sequence[str]) -> list[str]:
 def _process(arguments: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVROUTE_")}
     env = {**kept, "KVROUTE_ADMIN__ENABLED": "false", "KVROUTE_HEALTH__SLOW_START_S": "0"}
-    process = subprocess.Popen([sys.executable, "-m", "kvroute", *arguments], env=env)
+    process = subprocess.Popen([sys.executable, "-m", "kvroute", *arguments], env=env, stdout=subprocess.PIPE)
     try:
         yield process
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 def _await_ready(port: int) -> None:
@@ -184,17 +187,7 @@ def _await_ready(port: int) -> None:
     raise RuntimeError(f"the gateway had not four workers within {START_LIMIT_S:.0f} s")
 
 
-def _free_ports(count: int) -> int:
-    """The first of so many in a row that are free now."""
-    for _ in range(100):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            first = int(probe.getsockname()[1])
-        if first + count < 65536 and all(map(_is_free, range(first, first + count))):
-            return first
-    raise RuntimeError(f"no {count} free ports in a row")
-
-
-def _is_free(port: int) -> bool:
+def _free_port() -> int:
     with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
