@@ -72,8 +72,8 @@ class Driven:
         answer = SimpleNamespace(call=SimpleNamespace(parts=[part], lora=adapter, salt=salt))
         sequence = Sequence("r", len(ids), output, names, (answer, 0))
         engine.scheduler.add(sequence)
-        engine._publish(engine.scheduler.admit_instantly())
-        engine._publish(engine.scheduler.finish_instantly(sequence, output), one_by_one=True)
+        engine.driver._publish(engine.scheduler.admit_instantly())
+        engine.driver._publish(engine.scheduler.finish_instantly(sequence, output), one_by_one=True)
 
     def clear(self) -> None:
         """Reset the prefix cache; it is said with the next batch."""
