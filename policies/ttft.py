@@ -53,6 +53,8 @@ between two prefills that stall all."""
 PARKED_S = 0.3
 """So long may a prompt's KV be expected to wait at its prefill worker for room where it is to be decoded:
 that costs less than room kept free while it is computed. Beyond, room is given to short ones first."""
+APART = 1.25
+"""Times as much a stall of decodes counts where prefills need not be done beside them."""
 LATE = 1.5
 """Times what prefill should take, from which on it does not explain that nothing is heard."""
 CROWD, CROWDED, IDLE = 8, 1.5, 0.1
@@ -123,7 +125,7 @@ class Ttft:
         self._turn += 1
         paces = fleet.paces or [DEFAULT_PACE] * len(fleet.workers)
         limits = self._limits_of(request)
-        weights = self._weights()
+        weights = self._weights(fleet)
         sides: Offers | None = None
         if fleet.pd_links is not None or limits == NO_LIMITS:  # those look at every side
             sides = self._columns.price(request, fleet, weights)
@@ -146,7 +148,7 @@ class Ttft:
     def price(self, request: RequestView, fleet: Fleet) -> Sequence[Priced]:
         """All candidates, those that keep the limits first, then cheapest first; at most `MAX_PRICED`."""
         paces = fleet.paces or [DEFAULT_PACE] * len(fleet.workers)
-        sides = price_sides(request, fleet, self._weights(), paces)
+        sides = price_sides(request, fleet, self._weights(fleet), paces)
         limits = self._limits_of(request)
         priced = []
         if fleet.pd_links is None:
@@ -169,12 +171,13 @@ class Ttft:
 
     # --- parts of a decision -------------------------------------------------------------------
 
-    def _weights(self) -> Weights:
+    def _weights(self, fleet: Fleet) -> Weights:
         options, worth = self._options, self._worth.of_decoding
+        apart = 1.0 if fleet.pd_links is None else APART
         return Weights(
             options.cache_weight,
             options.delay_weight,
-            options.stall_weight * worth,
+            options.stall_weight * worth * apart,
             options.decode_weight * worth,
         )
 

@@ -15,7 +15,7 @@ from kvroute.policies.pairing import cheapest_decode, handoff_s, payload_bytes
 from kvroute.policies.predicting import expect
 from kvroute.policies.pricing import REQUEST_S, price_sides
 from kvroute.policies.pricing_columns import MIN_WORKERS
-from kvroute.policies.ttft import MAX_PRICED, PARKED_S, Ttft
+from kvroute.policies.ttft import APART, MAX_PRICED, PARKED_S, Ttft
 from kvroute.types import Decision, Fleet, Hold, Place, Rejection, RequestView, Role
 from tests.policies.fleets import PLAIN, Node, priced_fleet
 
@@ -66,7 +66,7 @@ def random_fleet(source: Random, count: int) -> Fleet:
 
 def brute_force(fleet: Fleet, policy: Ttft, request: RequestView) -> list[tuple[bool, float, int, int]]:
     """(breaks a limit, price, prefill, decode) of every candidate. Nothing has been sent yet."""
-    weights, paces, workers = policy._weights(), fleet.paces, fleet.workers
+    weights, paces, workers = policy._weights(fleet), fleet.paces, fleet.workers
     sides = price_sides(request, fleet, weights, paces)
     limits = policy._limits_of(request)
     made = []
@@ -237,6 +237,20 @@ def test_ties_go_round_among_both_kinds() -> None:
     fleet = priced_fleet(P, P, D, D, pd_links=FAST)
     made = [turning.decide(RequestView(), fleet).candidate for _ in range(4)]
     assert [one.prefill.id + one.decode.id for one in made] == ["ac", "bc", "ac", "ad"]
+
+
+def test_a_stall_counts_more_where_the_prefill_could_be_elsewhere() -> None:
+    busy = Node(decoding=4)
+    plain, linked = priced_fleet(busy, Node()), priced_fleet(busy, Node(), pd_links=FAST)
+    stalls_s = [
+        next(
+            each.cost.stall_s
+            for each in Ttft(Ttft.Options()).price(REQUEST, fleet)
+            if each.candidate.prefill.id == "a"
+        )
+        for fleet in (plain, linked)
+    ]
+    assert stalls_s == pytest.approx([0.4 * 0.3 * 4, 0.4 * APART * 0.3 * 4])
 
 
 # --- links and copies --------------------------------------------------------------------------
