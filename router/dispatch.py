@@ -82,7 +82,9 @@ class PrefillHalf(Struct, frozen=True):
     match: PrefixMatch
     prediction: Prediction | None
     handoff_s: float
-    """Expected."""
+    """Expected: from the prefill's answer to the decode worker's first token."""
+    wire_s: float
+    """Of that, the KV's way on a link that is free."""
     payload_bytes: int
     """KV that has to travel, as far as is known."""
 
@@ -273,12 +275,14 @@ class Dispatcher:
         decode = eligible.members[decode_at]
         decode_match = fleet.matches[decode_at] if fleet.matches else NO_MATCH
         bytes_ = payload_bytes(prompt_tokens, decode.worker, decode_match, decode.pace)
+        wire_s = self.pd_links.between(member.worker, decode.worker).transfer_s(bytes_)
         half = PrefillHalf(
             member,
             lease,
             match,
             None if expected is None else expected.prefill,
-            self.pd_links.between(member.worker, decode.worker).transfer_s(bytes_),
+            wire_s if expected is None else max(wire_s, expected.handoff_s),
+            wire_s,
             bytes_,
         )
         decode_lease = self._charge_decode(decode, request, fleet)

@@ -20,8 +20,8 @@ FASTEST, SLOWEST = 1e12, 1e6
 class HandoffSpeeds:
     """Payload over time, set-up taken off, averaged by how near the two workers are.
 
-    The time is from the prefill's answer to the first byte of the decode worker, a decode step and a queue
-    included: what a split costs, rather than what a wire carries.
+    The time is from the prefill's answer to the first byte of the decode worker, but for what was expected of
+    it beside the way: the wait for links and for a step, and that step.
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:

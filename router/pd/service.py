@@ -187,7 +187,8 @@ class Pd:
         metrics.kv_bytes.add(by=half.payload_bytes)
         if half.handoff_s > 0:
             metrics.handoff_error.of().observe(handoff_s / half.handoff_s)
-        self._speeds.observe(nearness(pair.prefill.worker, pair.decode.worker), half.payload_bytes, handoff_s)
+        near = nearness(pair.prefill.worker, pair.decode.worker)
+        self._speeds.observe(near, half.payload_bytes, handoff_s - (half.handoff_s - half.wire_s))
         self._shaken[pair.prefill.worker.id, pair.decode.worker.id] = None
         if len(self._shaken) > MAX_SHAKEN:
             del self._shaken[next(iter(self._shaken))]

@@ -74,7 +74,7 @@ def simulate(
     workers: Annotated[
         list[str] | None,
         typer.Option(
-            help="Engines: a number, or 6P2D for prefill and decode apart; 4,8,16 compares [default: 8]."
+            help="Engines: a number, 6P2D for prefill and decode apart, 8PD for either half; 4,8,16 compares."
         ),
     ] = None,
     kv_tokens: Annotated[
