@@ -43,6 +43,9 @@ _DOWN_S = 0.5
 """After a request that ends the process."""
 
 
+REBIND_TRIES, REBIND_S = 50, 0.1
+
+
 class MockEngine:
     """Engine `index` of a fleet. `faults` may be assigned to at any time."""
 
@@ -180,9 +183,19 @@ class MockEngine:
             self.incarnation += 1
             self._reset()
             await asyncio.sleep(refuse_s)
-            await self.start()
+            await self._start_again()
         finally:
             self.restarting = False
+
+    async def _start_again(self) -> None:
+        """Somebody's connection may have the port for a moment, as its own end."""
+        for _ in range(REBIND_TRIES):
+            try:
+                await self.start()
+                return
+            except OSError:
+                await asyncio.sleep(REBIND_S)
+        await self.start()
 
     def begin_restart(self, refuse_s: float) -> None:
         """`restart`, in the background."""
