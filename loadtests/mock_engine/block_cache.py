@@ -142,8 +142,8 @@ class BlockCache:
         self.free_blocks += private_blocks
 
     def clear(self) -> bool:
-        """Forget every resident block; False, and no change, while any is referenced."""
-        if len(self._idle) != len(self._refs):
+        """Forget every resident block; False, and no change, while any block is in use, as in vLLM."""
+        if self.free_blocks + len(self._idle) != self.capacity_blocks:
             return False
         self.free_blocks += len(self._idle)
         for book in (self._refs, self._parents, self._idle):

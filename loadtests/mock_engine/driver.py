@@ -80,6 +80,22 @@ class Driver:
         self._engine.scheduler.let_go(sequence)
         self._more()
 
+    def reset_cache(self, *, running: bool) -> bool:
+        """Forget every block; False, and none forgotten, while any is in use. Those of requests that are
+        `running` need not be: they are computed again.
+        """
+        engine = self._engine
+        again = engine.scheduler.preempt_all() if running else []
+        cleared = engine.scheduler.clear()
+        if cleared:
+            engine.pd.forget()
+            if engine.events is not None:
+                engine.events.cleared = True
+        if again and engine.options.instant:
+            self._publish(engine.scheduler.resume_instantly(again))
+        self._more()
+        return cleared
+
     def ended(self, answer: TokenAnswer, outcome: str) -> None:
         """An answer is over: its sequences leave the scheduler."""
         engine = self._engine

@@ -74,6 +74,8 @@ class MockOptions:
     """Where engines of P2pNccl tell their addresses, such as tcp://127.0.0.1:30001; "": nowhere."""
     handoff_bytes_per_s: float = 25e9
     """Of the KV from a prefill to a decode engine."""
+    development: bool = True
+    """vLLM's development mode: it resets its prefix cache, and tells its configuration."""
     kv_events: bool = False
     """Publish KV cache events over ZMQ."""
     kv_event_replay_batches: int = 10_000

@@ -123,6 +123,9 @@ def _card(name: str, root: str, parent: str | None, max_tokens: int | None) -> d
 @_route(b"GET", "/get_server_info")
 def server_info(engine: MockEngine, connection: Connection, request: Request) -> None:
     options, pd = engine.options, engine.pd.server_info()
+    if not options.development and options.connector != "sglang":
+        connection.reply(json_response({"detail": "Not Found"}, 404))
+        return
     if options.connector == "sglang":
         own = {"version": VERSION, "model_path": options.model, "page_size": options.block_size_tokens}
         connection.reply(json_response(own | {"dp_size": 1, "tp_size": 1} | (pd or {})))
@@ -252,12 +255,16 @@ def unload_adapter(engine: MockEngine, connection: Connection, request: Request)
 
 @_route(b"POST", "/reset_prefix_cache")
 def reset_prefix_cache(engine: MockEngine, connection: Connection, request: Request) -> None:
-    # As in the real engine: nothing happens while requests run, and the event leaves with the next step.
-    if engine.scheduler.clear():
-        engine.pd.forget()
-        if engine.events is not None:
-            engine.events.cleared = True
-    connection.reply(response(200))
+    """As vLLM 0.32 in development mode; the event leaves with the next step."""
+    if not engine.options.development:
+        connection.reply(json_response({"detail": "Not Found"}, 404))
+        return
+    running = b"reset_running_requests=true" in request.query
+    success = engine.driver.reset_cache(running=running)
+    if running and not success:  # it raises, its running requests sent back in vain
+        connection.reply(response(500, b"Internal Server Error", b"text/plain; charset=utf-8"))
+    else:
+        connection.reply(json_response({"success": success}))
 
 
 @_route(b"POST", "/close_session")

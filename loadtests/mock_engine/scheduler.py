@@ -87,11 +87,21 @@ class Scheduler:
             self._release(sequence, Phase.ENDED)
 
     def clear(self) -> bool:
-        """Forget every block, in the tiers below too; False, and no change, while any is referenced."""
+        """Forget every block, in the tiers below too; False, and no change, while any is in use."""
         cleared = self.cache.clear()
         if cleared and self.below is not None:
             self.below.clear()
         return cleared
+
+    def preempt_all(self) -> list[Sequence]:
+        """Send what runs back to the queue, to be computed again; returned in order of admission.
+
+        A sequence that waits for KV from elsewhere keeps its blocks.
+        """
+        running = [*self.decoding, *self.prefilling]
+        for sequence in reversed(running):
+            self._preempt(sequence, Step())
+        return running
 
     def step(self, in_a_row: bool = False) -> Step | None:
         """Decide the next step; None when there is nothing to run or to wait for.
@@ -228,6 +238,18 @@ class Scheduler:
         sequence.computed_tokens = sequence.known_tokens - 1
         self._publish(sequence, outcome)
         self._end(sequence, outcome)
+        return self._settled(outcome)
+
+    def resume_instantly(self, sequences: Iterable[Sequence]) -> Outcome:
+        """Sequences of `admit_instantly` that `preempt_all` has just sent back run on, computed again."""
+        outcome = Outcome()
+        for sequence in sequences:
+            self.waiting.remove(sequence)
+            self._take_room(sequence, sequence.prompt_tokens + sequence.output_tokens)
+            sequence.phase = Phase.DECODING
+            self.decoding.append(sequence)
+            sequence.computed_tokens = sequence.prompt_tokens
+            self._publish(sequence, outcome)
         return self._settled(outcome)
 
     def check_integrity(self) -> None:

@@ -79,6 +79,9 @@ def test_clear_waits_for_the_last_reference() -> None:
     published(cache, [1, 2])
     assert not cache.clear()
     cache.release([1, 2], 0)
+    assert cache.allocate(1)
+    assert not cache.clear(), "a block that is not full yet is in use too"
+    cache.release([], 1)
     assert cache.clear()
     assert (cache.free_blocks, cache.resident_blocks) == (4, 0)
 
