@@ -3,6 +3,9 @@
 Real processes on this machine: mock engines that answer at once, two gateways before them (one whose workers
 do all, one whose workers do half), and this one, which asks both in turn, so that noise meets both. CPU time
 is that of the gateway's threads, by the kernel's own clock.
+
+Both are asked at the same rate. Asked as fast as they go, the one that goes faster meets more events in each
+turn of its loop, and pays for fewer turns.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +31,7 @@ START_LIMIT_S = 60.0
 OUTPUT_TOKENS = 16
 WARM_UP = 100
 CONNECTIONS = 8
+MAX_RATE_PER_S = 100_000.0
 _LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 
 
@@ -38,13 +42,19 @@ class RelayBench:
     connector: str = "nixl"
     policy: str = "round_robin"
     body_bytes: tuple[int, ...] = (2_000, 100_000)
-    requests: int = 1_000
+    requests: int = 500
     rounds: int = 5
+    rate_per_s: float = 300.0
+    """0: as fast as a few connections go."""
 
     def __post_init__(self) -> None:
         for name in ("requests", "rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is not above 0; 1 or more is expected")
+        if not 0 <= self.rate_per_s <= MAX_RATE_PER_S:
+            raise ValueError(
+                f"rate: {self.rate_per_s:g}; from 0 to {MAX_RATE_PER_S:g} per second is expected"
+            )
         if not self.body_bytes or min(self.body_bytes) < 200:
             raise ValueError("bytes: bodies of 200 bytes or more are expected")
 
@@ -58,14 +68,21 @@ def run_bench_relay(bench: RelayBench) -> dict[str, Any]:
             for size in bench.body_bytes
             for streams in (False, True)
         ]
-    return {"connector": bench.connector, "policy": bench.policy, "rounds": bench.rounds, "rows": rows}
+    return {
+        "connector": bench.connector,
+        "policy": bench.policy,
+        "rounds": bench.rounds,
+        "rate_per_s": bench.rate_per_s,
+        "rows": rows,
+    }
 
 
 def show_bench_relay(result: dict[str, Any]) -> str:
     """For people."""
+    rate = f"{result['rate_per_s']:g} requests/s" if result["rate_per_s"] else "as fast as they go"
     lines = [
-        f"{result['policy']}, {result['connector']}; CPU us of the gateway per request, the median of "
-        f"{result['rounds']} rounds [lowest-highest]",
+        f"{result['policy']}, {result['connector']}, {rate}; CPU us of the gateway per request, "
+        f"the median of {result['rounds']} rounds [lowest-highest]",
         f"{'body':>8}  {'answer':<8}{'whole':>18}{'split':>18}  ratio",
     ]
     for row in result["rows"]:
@@ -89,7 +106,7 @@ def _measure(
     for _ in range(bench.rounds):
         for name, (port, pid) in gateways.items():
             before_s = _cpu_s(pid)
-            asyncio.run(_ask(port, data, bench.requests))
+            asyncio.run(_ask(port, data, bench.requests, bench.rate_per_s))
             taken[name].append((_cpu_s(pid) - before_s) / bench.requests * 1e6)
     row: dict[str, Any] = {"body_bytes": len(data), "streams": streams}
     for name, us in taken.items():
@@ -104,22 +121,41 @@ def _cpu_s(pid: int) -> float:
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
-async def _ask(port: int, body: bytes, count: int) -> None:
-    """So many requests over a few connections; RuntimeError for an answer that is none."""
+async def _ask(port: int, body: bytes, count: int, rate_per_s: float = 0.0) -> None:
+    """So many requests, over a few connections or at a rate; RuntimeError for an answer that is none."""
     head = (
         b"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n\r\n" % len(body)
     )
-    left = iter(range(count))
+    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def one() -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        for _ in left:
-            writer.write(head + body)
-            await _read_answer(reader)
+        reader, writer = idle.pop() if idle else await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head + body)
+        await _read_answer(reader)
+        idle.append((reader, writer))
+
+    await (_at_rate(one, count, rate_per_s) if rate_per_s else _in_turn(one, count))
+    for _, writer in idle:
         writer.close()
 
-    await asyncio.gather(*(one() for _ in range(CONNECTIONS)))
+
+async def _in_turn(one: Callable[[], Coroutine[Any, Any, None]], count: int) -> None:
+    left = iter(range(count))
+
+    async def some() -> None:
+        for _ in left:
+            await one()
+
+    await asyncio.gather(*(some() for _ in range(CONNECTIONS)))
+
+
+async def _at_rate(one: Callable[[], Coroutine[Any, Any, None]], count: int, rate_per_s: float) -> None:
+    began_s = time.monotonic()
+    async with asyncio.TaskGroup() as asked:
+        for i in range(count):
+            await asyncio.sleep(began_s + i / rate_per_s - time.monotonic())
+            asked.create_task(one())
 
 
 async def _read_answer(reader: asyncio.StreamReader) -> None:

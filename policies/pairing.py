@@ -64,10 +64,13 @@ def roomiest(loads: Sequence[WorkerLoad], among: Sequence[int], turn: int) -> in
 
     The decode worker of a policy that chooses none. Ties go to the first at or after `turn`, going round.
     """
-    count = len(among)
-    start = turn % count
-    best = min(range(count), key=lambda i: (loads[among[i]].kv_tokens, (i - start) % count))
-    return among[best]
+    start = turn % len(among)
+    best = among[start]
+    fewest = loads[best].kv_tokens
+    for at in (*among[start + 1 :], *among[:start]):
+        if (tokens := loads[at].kv_tokens) < fewest:
+            best, fewest = at, tokens
+    return best
 
 
 def prefillers(fleet: Fleet) -> Fleet:

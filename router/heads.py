@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from kvroute.config import Config
 from kvroute.router.headers import HOP_BY_HOP, REWRITTEN_ON_REQUEST, named_by_connection
@@ -22,35 +23,50 @@ def request_head(
     request_id: str,
     dp_rank: int | None = None,
     own: Sequence[tuple[bytes, bytes]] = (),
+    body_bytes: int | None = None,
 ) -> bytes:
-    """Head of one attempt. `own` headers stand in place of the client's of these names.
+    """Head of one attempt. `own` headers stand in place of the client's of these names, `body_bytes` is the
+    length of a body that is not the client's.
 
     Ours are Host, Content-Length, Authorization where keys are configured, a missing X-Request-Id, and
     X-data-parallel-rank (vLLM's name for it) where a rank is known to hold the prompt's beginning.
     """
-    dropped = REWRITTEN_ON_REQUEST
-    if b"connection" in request.fields:
-        dropped = dropped | named_by_connection(request.headers)
     api_key = member.config.api_key
-    if api_key is not None or config.api_key is not None:
-        dropped = dropped | {b"authorization"}
-    if dp_rank is not None:
-        dropped = dropped | {b"x-data-parallel-rank"}
-    if own:
-        dropped = dropped | {name.lower() for name, _ in own}
-    lines = [b"%b %b%b HTTP/1.1" % (request.method, member.base_path, request.target), member.host_line]
-    lines += [b"%b: %b" % header for header in request.headers if header[0].lower() not in dropped]
-    lines += [b"%b: %b" % header for header in own]
+    dropped = _left_out(
+        tuple([name for name, _ in own]),
+        has_key=api_key is not None or config.api_key is not None,
+        has_rank=dp_rank is not None,
+    )
+    if b"connection" in request.fields and (named := named_by_connection(request.headers)):
+        dropped = dropped | named
+    kept = request.client_lines
+    if kept is None or kept[0] is not dropped:
+        of_client = [b"%b: %b\r\n" % header for header in request.headers if header[0].lower() not in dropped]
+        kept = request.client_lines = dropped, b"".join(of_client)
+    start = b"%b %b%b HTTP/1.1\r\n%b\r\n%b"
+    lines = [start % (request.method, member.base_path, request.target, member.host_line, kept[1])]
+    for header in own:
+        lines.append(b"%b: %b\r\n" % header)
     if b"x-request-id" not in request.fields and b"x-request-id" not in dropped:
-        lines.append(b"X-Request-Id: " + request_id.encode("latin-1"))
+        lines.append(b"X-Request-Id: %b\r\n" % request_id.encode("latin-1"))
     if api_key is not None:
-        lines.append(b"Authorization: Bearer " + api_key.get_secret_value().encode())
+        lines.append(b"Authorization: Bearer %b\r\n" % api_key.get_secret_value().encode())
     if dp_rank is not None:
-        lines.append(b"X-data-parallel-rank: %d" % dp_rank)
-    if request.body or request.method not in BODILESS_METHODS:
-        lines.append(b"Content-Length: %d" % len(request.body))
+        lines.append(b"X-data-parallel-rank: %d\r\n" % dp_rank)
+    size = len(request.body) if body_bytes is None else body_bytes
+    if size or request.method not in BODILESS_METHODS:
+        lines.append(b"Content-Length: %d\r\n" % size)
     lines.append(b"\r\n")
-    return b"\r\n".join(lines)
+    return b"".join(lines)
+
+
+@lru_cache(maxsize=256)
+def _left_out(own: tuple[bytes, ...], *, has_key: bool, has_rank: bool) -> frozenset[bytes]:
+    """Lower-case names of a client's headers that do not go on; the same object for the same arguments."""
+    dropped = REWRITTEN_ON_REQUEST | {name.lower() for name in own}
+    if has_key:
+        dropped |= {b"authorization"}
+    return dropped | {b"x-data-parallel-rank"} if has_rank else dropped
 
 
 def response_head(

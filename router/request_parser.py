@@ -33,6 +33,8 @@ class Request(Struct):
     keep_alive: bool
     http10: bool
     received_s: float
+    client_lines: tuple[frozenset[bytes], bytes] | None = None
+    """Of the last attempt's head: the names that were left out, and the lines of all others."""
 
 
 class RequestParser:

@@ -48,6 +48,10 @@ class Desk(Protocol):
 
     books: Books
 
+    def fresh_id(self) -> str:
+        """One that no other attempt has, at no gateway."""
+        ...
+
     def connector(self, prefill: Member) -> Connector: ...
 
     def asks_first(self, connector: Connector) -> DecodeFirst | None:

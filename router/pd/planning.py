@@ -43,9 +43,10 @@ def plan(request: Request, fields: Fields | None, connector: Connector) -> tuple
         return Task.WHOLE, "route", None
     if fields is None or not DIGESTS.isdisjoint(request.fields):
         return Task.WHOLE, "body" if fields is None else "digest", None
-    for name in _LONE.keys() & fields.keys():
-        if _LONE[name](_value(fields[name])):
-            return Task.WHOLE, name, None
+    if not _LONE_NAMES.isdisjoint(fields):
+        for name in _LONE.keys() & fields.keys():
+            if _LONE[name](_value(fields[name])):
+                return Task.WHOLE, name, None
     prompts = count_prompts(path, fields)
     if not connector.takes_lists and prompts is not None and prompts > 1:
         return Task.WHOLE, "prompts", prompts
@@ -56,8 +57,7 @@ def count_prompts(path: bytes, fields: Fields) -> int | None:
     """Length of a list of prompts; None for a single one, be it a list of token ids."""
     names = ("input_ids", "text") if path == GENERATE else ("prompt",) if path == b"/v1/completions" else ()
     for name in names:
-        raw = bytes(fields[name]).lstrip()[:1] if name in fields else b""
-        if raw == b"[":
+        if name in fields and memoryview(fields[name])[0] == ord("["):
             prompts = _value(fields[name])
             if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
                 return len(prompts)
@@ -100,3 +100,4 @@ _LONE: dict[str, Callable[[Any], bool]] = {
 }
 """What a decode worker cannot go on with, or makes a request more than one sequence: by field, whether its
 value asks for it. vLLM hands over the blocks of one sequence per request."""
+_LONE_NAMES = frozenset(_LONE)

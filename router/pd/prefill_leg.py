@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import orjson
-from msgspec.structs import replace
 
 from kvroute.clock import monotonic
 from kvroute.router.dispatch import PrefillHalf
@@ -101,7 +100,7 @@ class PrefillLeg:
         `once` as in `Sending.post`.
         """
         books, member = self._books, self._half.member
-        head = request_head(replace(request, body=body), member, books.config, "", None, headers)
+        head = request_head(request, member, books.config, "", None, headers, len(body))
         try:
             response = await self._sending.post(head, body, books.prefill_timeouts, deadline_s, once=once)
             assert response is not None

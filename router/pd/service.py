@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from functools import partial
+from itertools import count
 from typing import cast
 
 import structlog
@@ -56,6 +58,8 @@ class Pd:
         self.releaser = Releaser(books.pd_metrics.releases)
         self.hear_out = self.releaser.hear_out
         self._speeds = HandoffSpeeds(dispatcher)
+        self._id_prefix = secrets.token_hex(8)
+        self._ids = count()
         if self._config.connector is not None:
             self._named(self._config.connector)
         books.registry.on_change(self._changed)
@@ -96,20 +100,20 @@ class Pd:
         if fields is None:
             given = _odd_fields(request.body)
         else:
-            given = sorted(CLIENT_FIELDS & fields.keys())
+            given = [] if CLIENT_FIELDS.isdisjoint(fields) else sorted(CLIENT_FIELDS & fields.keys())
             if XARGS in fields and not NESTED.isdisjoint(nested := read_fields(bytes(fields[XARGS])) or {}):
                 given.append(XARGS)
                 fields = {**fields, XARGS: Raw(leg_body(without(nested, NESTED), {}))}
-        ranks = RANK_HEADERS & request.fields.keys()
-        count = self.books.pd_metrics.client_fields
-        if not given and not ranks:
+        if not given and RANK_HEADERS.isdisjoint(request.fields):
             return request, fields
+        ranks = RANK_HEADERS & request.fields.keys()
+        counter = self.books.pd_metrics.client_fields
         if given and (refuse or fields is None):
-            count.add(given[0], "refused")
+            counter.add(given[0], "refused")
             message = f"{given[0]} is the gateway's own field here; a request without it is expected"
             raise GatewayError(Failure.MALFORMED, message, param=given[0])
         for name in (*given, *(name.decode() for name in ranks)):
-            count.add(name, "stripped")
+            counter.add(name, "stripped")
         if given and fields is not None:
             fields = without(fields, CLIENT_FIELDS)
             request = replace(request, body=leg_body(fields, {}))
@@ -118,6 +122,9 @@ class Pd:
             kept = {name: value for name, value in request.fields.items() if name not in ranks}
             request = replace(request, headers=headers, fields=kept)
         return request, fields
+
+    def fresh_id(self) -> str:
+        return f"{self._id_prefix}-{next(self._ids):x}"
 
     def split(self, planned: Planned, asked: Asked, deadline_s: float) -> Split:
         return Split(self, planned, asked, deadline_s)

@@ -18,7 +18,6 @@ whatever phase, ends in `end`.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from enum import StrEnum
@@ -26,7 +25,6 @@ from functools import partial
 from typing import Any
 
 import orjson
-from msgspec.structs import replace
 
 from kvroute.clock import monotonic
 from kvroute.router.discovery import read_metrics
@@ -161,7 +159,7 @@ class Split:
         self._pair = Pair(
             half.member,
             choice.member,
-            f"{self._asked.request_id}-{secrets.token_hex(8)}",
+            f"{self._asked.request_id}-{self._desk.fresh_id()}",
             self._prompts,
             half.match.dp_rank,
         )
@@ -259,12 +257,7 @@ class Split:
         # Given up in time, it fetches nothing. What it fetches too late stays in its cache, wrong.
         by_s = send_by_s if streams and send_by_s is not None else NEVER
         head = request_head(
-            replace(self._request, body=body),
-            self._choice.member,
-            books.config,
-            self._asked.request_id,
-            None,
-            self._headers(own),
+            self._request, self._choice.member, books.config, "", None, self._headers(own), len(body)
         )
         self._is_told = True
         try:

@@ -90,15 +90,16 @@ def relay(
     body_bytes: Annotated[
         list[int] | None, typer.Option("--bytes", help="Of a request's body [default: 2000, 100000].")
     ] = None,
-    requests: Annotated[int, typer.Option(help="Requests per round.")] = 1_000,
+    requests: Annotated[int, typer.Option(help="Requests per round.")] = 500,
     rounds: Annotated[int, typer.Option(help="Rounds, for the spread.")] = 5,
+    rate: Annotated[float, typer.Option(help="Requests per second; 0: as fast as they go.")] = 300.0,
     json_file: JsonFile = None,
 ) -> None:
     """CPU of the gateway per request: whole, and split into prefill and decode."""
     from kvroute.loadtests.bench_relay import RelayBench, run_bench_relay, show_bench_relay
 
     try:
-        bench = RelayBench(connector, policy, tuple(body_bytes or (2_000, 100_000)), requests, rounds)
+        bench = RelayBench(connector, policy, tuple(body_bytes or (2_000, 100_000)), requests, rounds, rate)
         result = run_bench_relay(bench)
     except (ValueError, RuntimeError) as error:
         _fail(error)

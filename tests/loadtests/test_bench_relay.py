@@ -5,15 +5,17 @@ import pytest
 from kvroute.loadtests.bench_relay import RelayBench, run_bench_relay, show_bench_relay
 
 
-def test_whole_and_split_requests_are_measured_side_by_side() -> None:
-    result = run_bench_relay(RelayBench(body_bytes=(300,), requests=20, rounds=2))
+@pytest.mark.parametrize(("rate_per_s", "said"), [(500.0, "500 requests/s"), (0.0, "as fast as they go")])
+def test_whole_and_split_requests_are_measured_side_by_side(rate_per_s: float, said: str) -> None:
+    bench = RelayBench(body_bytes=(300,), requests=20, rounds=2, rate_per_s=rate_per_s)
+    result = run_bench_relay(bench)
     assert [row["streams"] for row in result["rows"]] == [False, True]
     assert all(row["body_bytes"] > 300 for row in result["rows"])
     for row in result["rows"]:
         for way in ("whole", "split"):
             assert 0 < row[f"{way}_min_us"] <= row[f"{way}_us"] <= row[f"{way}_max_us"]
         assert row["ratio"] > 0
-    assert show_bench_relay(result).splitlines()[0].startswith("round_robin, nixl; CPU us of the gateway")
+    assert show_bench_relay(result).startswith(f"round_robin, nixl, {said}; CPU us of the gateway")
 
 
 @pytest.mark.parametrize(
@@ -21,6 +23,8 @@ def test_whole_and_split_requests_are_measured_side_by_side() -> None:
     [
         ({"requests": 0}, "requests: 0 is not above 0"),
         ({"rounds": 0}, "rounds: 0 is not above 0"),
+        ({"rate_per_s": -1.0}, "rate: -1; from 0 to 100000 per second is expected"),
+        ({"rate_per_s": float("nan")}, "rate: nan; from 0 to 100000 per second is expected"),
         ({"body_bytes": (10,)}, "bytes: bodies of 200 bytes or more are expected"),
         ({"body_bytes": ()}, "bytes: bodies of 200 bytes or more are expected"),
     ],

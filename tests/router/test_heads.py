@@ -127,6 +127,21 @@ def test_close_and_our_own_lines_come_last() -> None:
     assert head == b"HTTP/1.1 200 Fine\r\nContent-Length: 2\r\nconnection: close\r\nx-own: 1\r\n\r\n"
 
 
+async def test_the_next_attempt_s_head_is_its_own() -> None:
+    """What is kept of one head, for the next: lines left out in one are not left out in another."""
+    asked = _request(b"POST", (b"X-Request-Id", b"theirs"), (b"x-kept", b"1"), (b"Connection", b"x-hop"))
+    asked.headers.append((b"x-hop", b"1"))
+    member, config = _member(), Config()
+    own = [(b"X-Request-Id", b"ours")]
+    first = request_head(asked, member, config, "id", None, own, 7)
+    assert first == request_head(asked, member, config, "id", None, own, 7)
+    assert b"x-hop" not in first
+    assert b"\r\nx-kept: 1\r\nX-Request-Id: ours\r\nContent-Length: 7\r\n\r\n" in first
+    second = request_head(asked, member, config, "id", 3)
+    assert b"\r\nX-Request-Id: theirs\r\n" in second
+    assert b"\r\nContent-Length: 2\r\n" in second
+
+
 async def test_a_known_rank_takes_the_place_of_the_client_s() -> None:
     asked = _request(b"POST", (b"X-Data-Parallel-Rank", b"7"), (b"x-kept", b"1"))
     member = _member()
