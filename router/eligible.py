@@ -79,7 +79,9 @@ def select(members: Sequence[Member], task: Task, limit: int, now_s: float, *, s
     room = [member for member in wanted if member.requests < limit]
     if not any(member.worker.role is not Role.PREFILL for member in room):
         if not any(member.worker.role is not Role.PREFILL for member in wanted) and task is not Task.ANSWER:
-            raise GatewayError(Failure.NO_WORKER, "there is no decode worker", retry_after_s=1)
+            raise GatewayError(
+                Failure.NO_WORKER, "there is no decode worker that may take requests", retry_after_s=1
+            )
         if task is not Task.ANSWER or not room:
             message = f"every worker has {limit} requests in flight (limits.requests_per_worker)"
             raise GatewayError(Failure.OVERLOADED, message, retry_after_s=1)

@@ -37,6 +37,7 @@ class Failure(StrEnum):
     DECODE_TIMEOUT = "decode_timeout"
     NO_HANDOFF = "no_handoff"
     HANDOFF_EXPIRED = "handoff_expired"
+    SPOILT = "spoilt_cache"
     INTERNAL = "internal_error"
 
 
@@ -72,6 +73,7 @@ _TABLE: dict[Failure, tuple[int, str]] = {
     Failure.DECODE_TIMEOUT: (504, _TIMEOUT),
     Failure.NO_HANDOFF: (502, _UPSTREAM),
     Failure.HANDOFF_EXPIRED: (502, _UPSTREAM),
+    Failure.SPOILT: (503, "service_unavailable_error"),
     Failure.INTERNAL: (500, "internal_error"),
 }
 

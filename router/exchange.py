@@ -37,7 +37,7 @@ from kvroute.router.terms import short_form
 from kvroute.router.token_source import GatewayTokens
 from kvroute.router.upstream import Response, Sink
 from kvroute.router.waiting import Waiting
-from kvroute.router.workers import IN_BAND_ERROR, Member, Registry
+from kvroute.router.workers import IN_BAND_ERROR, Member, Registry, State
 from kvroute.types import Outcome
 
 log = structlog.get_logger(__name__)
@@ -178,6 +178,8 @@ class Exchange:
         try:
             response = await self._send(choice)
             status = response.status
+            if choice.member.state is State.SPOILT and status < 400:
+                raise GatewayError(Failure.SPOILT, "the worker's cache may hold wrong KV since")
             if status >= 500:
                 failure = f"status_{status if status in REASONS else OTHER}"
             if status in self._services.config.retry.statuses:

@@ -31,6 +31,8 @@ log = structlog.get_logger(__name__)
 
 MAX_BACKOFF_S = 30.0
 SLOW_SCRAPE_RATIO = 0.1
+REPLACED = (State.READY, State.UNHEALTHY, State.SPOILT)
+"""In these a new process behind the same URL becomes a new incarnation."""
 
 
 class Prober:
@@ -126,7 +128,7 @@ class Prober:
             fault = f"{self._options.path} did not answer within health.timeout_s"
         if fault is not None:
             self._probe_bad(member)
-        elif member.was_refused and member.state in (State.READY, State.UNHEALTHY):
+        elif member.was_refused and member.state in REPLACED:
             self._registry.replace(member)
         else:
             fault = await self._probe_good(member, status)
@@ -258,7 +260,7 @@ class Prober:
             None not in (member.started_at, sample.started_at) and member.started_at != sample.started_at
         )
         member.started_at = sample.started_at or member.started_at
-        if restarted and member.state in (State.READY, State.UNHEALTHY):
+        if restarted and member.state in REPLACED:
             self._registry.replace(member)
 
 

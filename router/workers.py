@@ -30,14 +30,18 @@ log = structlog.get_logger(__name__)
 
 MIN_RAMP_WEIGHT = 0.1
 IN_BAND_ERROR = "in_band_error"
-NO_VERDICT = frozenset({Failure.TOTAL_TIMEOUT, Failure.EXHAUSTED, IN_BAND_ERROR})
-"""Failures that say nothing of a worker's health: our own limits, and a request that went wrong by itself."""
+NO_VERDICT = frozenset({Failure.TOTAL_TIMEOUT, Failure.EXHAUSTED, Failure.SPOILT, IN_BAND_ERROR})
+"""Failures that say nothing of a worker's health: our own limits, a cache that has a state of its own, and a
+request that went wrong by itself.
+"""
 
 
 class State(StrEnum):
     STARTING = "starting"
     READY = "ready"
     UNHEALTHY = "unhealthy"
+    SPOILT = "spoilt"
+    """Its prefix cache may hold wrong KV: it gets no request until that is reset, or it is restarted."""
     DRAINING = "draining"
     GONE = "gone"
 

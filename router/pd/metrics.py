@@ -40,6 +40,11 @@ class PdMetrics:
         self.releases = Counter(
             "kvroute_pd_releases", "KV that nobody fetched, and what came of telling its worker.", ("result",)
         )
+        self.resets = Counter(
+            "kvroute_pd_cache_resets",
+            "Tries to reset a prefix cache that may hold wrong KV, by what came of them.",
+            ("result",),
+        )
         self.client_fields = Counter(
             "kvroute_pd_client_fields",
             "Clients' own transfer fields, by what was done.",
@@ -54,6 +59,7 @@ class PdMetrics:
             self.failures,
             self.expired,
             self.releases,
+            self.resets,
             self.client_fields,
             self.phases,
             self.handoff_error,

@@ -24,9 +24,6 @@ ASKED = 2
 HEAR_S = 1.0
 """For an answer that was under way."""
 MAX_HEARD = 256
-RESET = "/reset_prefix_cache?reset_running_requests=true"
-"""In vLLM 0.32's development mode; requests that run are computed again."""
-RESET_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 4.0)
 TRIES = 4
 RETRY_S = 0.5
 """Until the next try, when none of them could be reached: the cause may be their restart."""
@@ -107,26 +104,6 @@ class Releaser:
             pass  # it had not answered
         finally:
             sending.finish()
-
-    def reset(self, member: Member) -> None:
-        """Have a worker forget its prefix cache: what it holds may not be what it seems."""
-        task = asyncio.get_running_loop().create_task(self._reset(member))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _reset(self, member: Member) -> None:
-        for pause_s in RESET_PAUSES_S:
-            await asyncio.sleep(pause_s)
-            try:
-                answer = await post(member, RESET, b"{}", self._timeout_s)
-            except (TimeoutError, GatewayError):
-                continue
-            if answer.status < 400 and b'"success":false' not in answer.body.replace(b" ", b""):
-                self._counter.add("reset")
-                return
-            if answer.status >= 400:
-                break  # it has no such thing
-        self._counter.add("not_reset")
 
     async def stop(self, within_s: float = 1.0) -> None:
         """Send what is due, but for so long at most; idempotent."""

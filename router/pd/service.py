@@ -24,6 +24,7 @@ from kvroute.router.pd.measuring import HandoffSpeeds
 from kvroute.router.pd.planning import Planned, plan, read_body
 from kvroute.router.pd.registry import make_connector
 from kvroute.router.pd.releasing import Release, Releaser
+from kvroute.router.pd.resetting import Resets
 from kvroute.router.pd.split import Split
 from kvroute.router.request_parser import Request
 from kvroute.router.workers import Member, State
@@ -41,6 +42,8 @@ XARGS = "vllm_xargs"
 NESTED = frozenset({"kv_transfer_params", "ec_transfer_params"})
 """vLLM takes what is in `vllm_xargs` for arguments of its own, these among them."""
 RANK_HEADERS = frozenset({b"x-data-parallel-rank"})
+PASSING_ON = (State.READY, State.SPOILT)
+"""A request that is refused looks into no cache."""
 
 
 class Pd:
@@ -57,6 +60,7 @@ class Pd:
         """Pairs that have handed over: a decode worker reaches those prefill workers at once."""
         self.releaser = Releaser(books.pd_metrics.releases)
         self.hear_out = self.releaser.hear_out
+        self._resets = Resets(books.registry, books.pd_metrics.resets)
         self._speeds = HandoffSpeeds(dispatcher)
         self._id_prefix = secrets.token_hex(8)
         self._ids = count()
@@ -73,6 +77,7 @@ class Pd:
 
     async def close(self) -> None:
         """Idempotent; KV that is still to be let go has a moment."""
+        await self._resets.stop()
         await self.releaser.stop()
         for connector in self._connectors.values():
             if isinstance(connector, Serving):
@@ -201,8 +206,8 @@ class Pd:
             del self._shaken[next(iter(self._shaken))]
 
     def spoiled(self, decode: Member) -> None:
-        log.error("kv fetched too late", worker=decode.worker.id, prefix_cache="reset, if the engine can")
-        self.releaser.reset(decode)
+        log.error("kv fetched too late", worker=decode.worker.id, done="no requests until its cache is reset")
+        self._resets.spoilt(decode)
 
     def let_go(self, kept: Kept, decode: Member, *, may_fetch: bool) -> None:
         told = kept.connector.release(kept.pair, kept.handoff)
@@ -217,8 +222,8 @@ class Pd:
 
     def _decode_workers(self, prefill: Member, decode: Member) -> list[Member]:
         """Those that may pass a release on, the likeliest to reach the prefill worker first."""
-        ready = [member for member in self.books.registry.members.values() if member.state is State.READY]
-        others = [one for one in ready if one.worker.role is not Role.PREFILL and one is not prefill]
+        able = [one for one in self.books.registry.members.values() if one.state in PASSING_ON]
+        others = [one for one in able if one.worker.role is not Role.PREFILL and one is not prefill]
         shaken = self._shaken
         others.sort(key=lambda one: ((prefill.worker.id, one.worker.id) not in shaken, one is not decode))
         return others

@@ -43,7 +43,7 @@ from kvroute.router.probe import get
 from kvroute.router.sending import Sending
 from kvroute.router.sweeper import NEVER
 from kvroute.router.upstream import Response, StaleConnection, UpstreamConnection
-from kvroute.router.workers import Member
+from kvroute.router.workers import Member, State
 
 BLAME_S = 0.05
 """When a decode worker fails, the cause may be a prefill worker that fails at the same time."""
@@ -231,6 +231,7 @@ class Split:
         """Send the decode leg while its KV is young enough, and wait for its first byte."""
         kept = self._kept
         assert kept is not None
+        self._check_caches(kept)
         self._enter(Phase.HANDED)
         own = self._decode_leg(kept.pair, kept.handoff)
         response = await self._post_decode(own, None if kept.handoff is None else kept.send_by_s)
@@ -241,6 +242,14 @@ class Split:
             message = "its KV is too old to be sent on"
             raise PrefillFailed(Failure.HANDOFF_EXPIRED, message, is_nobodys=True)
         return response
+
+    def _check_caches(self, kept: Kept) -> None:
+        """What was computed over wrong KV is wrong, and so is what is decoded behind it."""
+        if kept.pair.prefill.state is State.SPOILT:
+            raise PrefillFailed(Failure.SPOILT, "its cache may hold wrong KV since")
+        if self._choice.member.state is State.SPOILT:
+            self._unsent = kept.handoff is not None
+            raise GatewayError(Failure.SPOILT, "the decode worker's cache may hold wrong KV since")
 
     def _decode_leg(self, pair: Pair, handoff: Any) -> Leg:
         try:

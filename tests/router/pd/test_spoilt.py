@@ -1,0 +1,248 @@
+"""A worker that has fetched KV after its lease gets no request until it is reset or restarted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvroute.loadtests.mock_engine import MockEngine
+from kvroute.router.pd import resetting
+from kvroute.router.server import GatewayServer
+from kvroute.router.workers import Member, State
+from tests.kit import Engine, Received, Script, Wire, ask, until
+from tests.router.pd.kit import (
+    COMPLETIONS,
+    HANDED,
+    NEVER_MARKED,
+    Bench,
+    bench,
+    completed,
+    prefilled,
+    right,
+    scripted,
+)
+
+LEASE_S = 0.3
+SPOILS = {"handoff_delay": 2 * LEASE_S}
+"""A plain answer whose KV is fetched when it is another's."""
+BODY = {"model": "m", "prompt": "x", "max_tokens": 7}
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resetting, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(resetting, "LAST_PAUSE_S", 0.04)
+
+
+def short(decode: int, **more: Any) -> Any:
+    """Mock engines with a short lease, and a gateway that knows it."""
+    mock = {"kv_lease_s": LEASE_S, **more.pop("mock", {})}
+    return bench("nixl", 1, decode, mock=mock, pd={"kv_lease_s": LEASE_S}, clean=False, **more)
+
+
+def member_of(server: GatewayServer, engine: Engine | MockEngine) -> Member:
+    return next(
+        one
+        for one in server.registry.members.values()
+        if one.endpoint.url == engine.url and one.state is not State.DRAINING
+    )
+
+
+def spoil(server: GatewayServer, engine: Engine | MockEngine) -> Member:
+    member = member_of(server, engine)
+    server._pd.spoiled(member)
+    return member
+
+
+async def spoilt(one: Bench) -> MockEngine:
+    """A request that spoils whoever decodes it first, and is answered by another."""
+    for engine in one.decode:
+        engine.faults.set({**SPOILS, "times": 1})
+        engine.faults = one.decode[0].faults
+    assert right(await one.ask())
+    (worst,) = [engine for engine in one.decode if engine.pd_books.totals["wrong_text"]]
+    return worst
+
+
+async def test_it_gets_nothing_until_it_is_another_process() -> None:
+    """Without development mode there is no reset."""
+    async with short(2, mock={"development": False}) as one:
+        worst = await spoilt(one)
+        member = member_of(one.server, worst)
+        assert member.state is State.SPOILT
+        received = worst.journal.totals["received"]
+        assert [right(await one.ask()) for _ in range(6)] == [True] * 6
+        assert worst.journal.totals["received"] == received
+        assert one.count("resets", "absent") >= 1
+        await worst.restart(0.3)  # a probe finds nobody
+        await until(lambda: member_of(one.server, worst).state is State.READY)
+        assert [right(await one.ask()) for _ in range(6)] == [True] * 6
+        assert worst.journal.totals["received"] > received
+
+
+async def test_it_is_back_once_its_cache_is_reset() -> None:
+    async with short(2) as one:
+        worst = await spoilt(one)
+        await until(lambda: member_of(one.server, worst).state is State.READY)
+        received = worst.journal.totals["received"]
+        assert [right(await one.ask()) for _ in range(6)] == [True] * 6
+        assert worst.journal.totals["received"] > received
+        assert one.count("resets", "reset") == 1
+
+
+async def test_kv_on_its_way_only_delays_the_reset() -> None:
+    """vLLM 0.32 answers 500 to a reset meanwhile."""
+    async with short(1) as one:
+        (engine,) = one.decode
+        engine.faults.set({"handoff_delay": 0.2})
+        client = await one.begin(prompt=[1, 2, 3])
+        await until(lambda: bool(engine.scheduler.receiving))
+        member = spoil(one.server, engine)
+        await until(lambda: member.state is State.READY)
+        assert one.count("resets", "failed") >= 1
+        assert one.count("resets", "reset") == 1
+        client.close()
+
+
+def resets(*answers: tuple[int, bytes]) -> tuple[Script, list[bytes]]:
+    """A decode engine that answers resets with these, one after the other, the last one for good."""
+    left = list(answers)
+    asked: list[bytes] = []
+
+    async def script(request: Received, wire: Wire) -> None:
+        if request.target.startswith("/reset_prefix_cache"):
+            asked.append(request.body)
+            status, body = left.pop(0) if len(left) > 1 else left[0]
+            await wire.answer(status, body)
+        else:
+            await completed()(request, wire)
+
+    return script, asked
+
+
+async def test_meanwhile_nobody_decodes_and_readiness_says_so() -> None:
+    script, asked = resets((404, b"{}"))
+    async with Engine(prefilled()) as p, Engine(script) as d, scripted([p], [d]) as server:
+        member = spoil(server, d)
+        answer = await ask(server.url, "/readyz", method="GET")
+        assert (answer.status, answer.json()["workers"]) == (503, {"ready": 1, "spoilt": 1})
+        answer = await ask(server.url, COMPLETIONS, BODY)
+        assert (answer.status, answer.code) == (503, "no_worker")
+        metrics = (await ask(server.url, "/metrics", method="GET")).body
+        assert b'kvroute_workers{state="spoilt"} 1' in metrics
+        assert p.received == []
+        await until(lambda: len(asked) >= 3)
+        assert member.state is State.SPOILT
+
+
+@pytest.mark.parametrize(
+    ("answers", "counted"),
+    [
+        ([(200, b'{"success": false}'), (200, b'{"success": true}')], {"refused": 1, "reset": 1}),
+        ([(409, b"{}"), (200, b"")], {"refused": 1, "reset": 1}),
+        ([(500, b"x"), (503, b""), (200, b'{"success":true}')], {"failed": 2, "reset": 1}),
+        ([(404, b"{}"), (200, b'{"success":true}')], {"absent": 1, "reset": 1}),
+    ],
+)
+async def test_it_is_asked_until_it_says_that_it_is_reset(
+    answers: list[tuple[int, bytes]], counted: dict[str, int]
+) -> None:
+    script, asked = resets(*answers)
+    async with Engine(prefilled()) as p, Engine(script) as d, scripted([p], [d]) as server:
+        member = spoil(server, d)
+        await until(lambda: member.state is State.READY)
+        assert len(asked) == len(answers)
+        counter = server._pd.books.pd_metrics.resets
+        assert {result: counter.value(result) for (result,) in counter.values} == counted
+        assert (await ask(server.url, COMPLETIONS, BODY)).status == 200
+
+
+async def test_an_older_engine_s_word_counts_only_once_it_is_idle() -> None:
+    """It says 200 whether its cache was reset or not, which requests that run prevent."""
+    script, asked = resets((200, b""))
+    async with Engine(prefilled()) as p, Engine(script) as d, scripted([p], [d]) as server:
+        member = member_of(server, d)
+        lease = server.registry.charge(member, 0.0)
+        spoil(server, d)
+        await until(lambda: len(asked) >= 3)
+        assert member.state is State.SPOILT
+        lease.release()
+        await until(lambda: member.state is State.READY)
+
+
+async def test_what_spoils_it_during_a_reset_needs_another_one() -> None:
+    asked = 0
+
+    async def decode(request: Received, wire: Wire) -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            spoil(server, d)
+        await wire.answer(200, b'{"success":true}')
+
+    async with Engine(prefilled()) as p, Engine(decode) as d, scripted([p], [d]) as server:
+        member = spoil(server, d)
+        await until(lambda: member.state is State.READY)
+        assert asked == 2
+
+
+async def test_kv_meant_for_it_goes_to_another_decode_worker() -> None:
+    async with short(2, health=NEVER_MARKED, mock={"development": False}) as one:
+        one.prefill[0].faults.set({"ttft": 0.1})
+        client = await one.begin()
+        await until(lambda: bool(one.prefill[0].live))
+        (chosen,) = [each for each in one.decode if member_of(one.server, each).requests]
+        spoil(one.server, chosen)
+        assert right(await client.receive())
+        client.close()
+        assert chosen.journal.totals["received"] == 0
+        assert one.prefill[0].journal.totals["received"] == 1
+        assert one.count("retries", "decode", "spoilt_cache") == 1
+
+
+@pytest.mark.parametrize("fields", [{}, {"echo": True}])
+async def test_an_answer_that_had_not_begun_there_is_another_worker_s(fields: dict[str, Any]) -> None:
+    """Split or whole: it may stand on the wrong KV."""
+    async with short(2, health=NEVER_MARKED, mock={"development": False}) as one:
+        for engine in one.decode:
+            engine.faults.set({"ttft": 0.1, "times": 1})
+            engine.faults = one.decode[0].faults
+        client = await one.begin(prompt=[5, 6, 7], max_tokens=1, stream=True, **fields)
+        await until(lambda: any(engine.live for engine in one.decode))
+        (first,) = [engine for engine in one.decode if engine.live]
+        spoil(one.server, first)
+        answer = await client.receive()
+        client.close()
+        assert answer.status == 200
+        assert answer.complete
+        assert sum(engine.journal.totals["received"] for engine in one.decode) == 2
+
+
+async def test_kv_of_a_prefill_over_a_spoilt_cache_is_not_handed_over() -> None:
+    """It may be a worker for both."""
+    asked: list[Engine] = []
+
+    def prefill(engine: Engine) -> Script:
+        async def script(request: Received, wire: Wire) -> None:
+            if request.target != COMPLETIONS:
+                await wire.answer(404, b"{}")
+                return
+            asked.append(engine)
+            if len(asked) == 1:
+                spoil(server, engine)
+            params = {**HANDED, "remote_request_id": str(len(asked))}
+            await prefilled(kv_transfer_params=params)(request, wire)
+
+        return script
+
+    async with Engine() as one, Engine() as two, Engine(completed()) as d:
+        one.script, two.script = prefill(one), prefill(two)
+        async with scripted([one, two], [d], health=NEVER_MARKED) as server:
+            assert (await ask(server.url, COMPLETIONS, BODY)).status == 200
+            assert len(set(map(id, asked))) == 2
+            legs = [each.json() for each in d.received if each.json()["model"] == "m"]
+            assert [leg["kv_transfer_params"]["remote_request_id"] for leg in legs] == ["2"]
+            await until(lambda: len(d.received) == 2)
+            released = [each.json() for each in d.received if each.json()["model"] != "m"]
+            assert [leg["kv_transfer_params"]["remote_request_id"] for leg in released] == ["1"]
