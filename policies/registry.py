@@ -1,14 +1,14 @@
-"""Policies by name, from the entry-point group; built-in and third-party ones load by the same path."""
+"""Policies by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from kvroute.plugins import Plugins
 from kvroute.policies.base import Policy
 
 GROUP = "kvroute.policies"
@@ -18,49 +18,31 @@ class PolicyError(Exception):
     """A policy cannot be made; the message names the policy, what is wrong and what is accepted."""
 
 
+_PLUGINS = Plugins("policy", GROUP, PolicyError)
+
+
 def policy_names() -> list[str]:
     """The names that `make_policy` knows, sorted."""
-    return sorted({entry.name for entry in entry_points(group=GROUP)})
+    return _PLUGINS.names()
 
 
 def make_policy(name: str, options: Mapping[str, Any]) -> Policy:
     """A new instance of the policy registered as `name`; raises `PolicyError`."""
     policy_class = _load(name)
-    parsed = _parse_options(name, policy_class.Options, options)
-    try:
-        policy: Policy = policy_class(parsed)
-    except Exception as error:
-        raise PolicyError(f"policy {name!r} did not start: {type(error).__name__}: {error}") from error
+    policy: Policy = _PLUGINS.make(name, policy_class, _parse_options(name, policy_class.Options, options))
     return policy
 
 
 def _load(name: str) -> Any:
-    entry = _find(name)
-    try:
-        policy_class = entry.load()
-    except Exception as error:
-        raise PolicyError(
-            f"policy {name!r} ({entry.value}) does not import: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(policy_class, type):
-        raise PolicyError(f"policy {name!r} ({entry.value}) is not a class")
+    policy_class, what = _PLUGINS.load(name)
     if not callable(getattr(policy_class, "decide", None)):
-        raise PolicyError(f"policy {name!r} ({entry.value}) has no decide(request, fleet) method")
+        raise PolicyError(f"{what} has no decide(request, fleet) method")
     options_class = getattr(policy_class, "Options", None)
     if not (isinstance(options_class, type) and is_dataclass(options_class)):
-        raise PolicyError(f"policy {name!r} ({entry.value}) has no Options dataclass")
+        raise PolicyError(f"{what} has no Options dataclass")
     if not isinstance(getattr(policy_class, "needs_prefix", None), bool):
-        raise PolicyError(f"policy {name!r} ({entry.value}) does not say needs_prefix = True or False")
+        raise PolicyError(f"{what} does not say needs_prefix = True or False")
     return policy_class
-
-
-def _find(name: str) -> EntryPoint:
-    by_value = {entry.value: entry for entry in entry_points(group=GROUP) if entry.name == name}
-    if not by_value:
-        raise PolicyError(f"unknown policy {name!r}; known: {', '.join(policy_names())}")
-    if len(by_value) > 1:
-        raise PolicyError(f"policy {name!r} is registered more than once: {', '.join(sorted(by_value))}")
-    return next(iter(by_value.values()))
 
 
 def _parse_options(name: str, options_class: type[Any], options: Mapping[str, Any]) -> Any:

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
-from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
@@ -12,6 +9,7 @@ import pytest
 from kvroute.policies import registry
 from kvroute.policies.registry import PolicyError, make_policy, policy_names
 from kvroute.types import Decision, RequestView
+from tests import plugins
 
 from .fleets import fleet
 
@@ -59,18 +57,8 @@ class FailsToStart(Steered):
 
 @pytest.fixture
 def third_party(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Register classes of this file under names, beside the real ones."""
-    module = ModuleType("third_party_policies")
-    module.__dict__.update(globals())
-    monkeypatch.setitem(sys.modules, "third_party_policies", module)
-    extra: list[EntryPoint] = []
-    real = list(entry_points(group=registry.GROUP))
-    monkeypatch.setattr(registry, "entry_points", lambda group: [*real, *extra])
-
-    def register(name: str, value: str) -> None:
-        extra.append(EntryPoint(name, f"third_party_policies:{value}", registry.GROUP))
-
-    return register
+    """Registers classes of this file under names."""
+    return plugins.third_party(monkeypatch, registry.GROUP, globals())
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))

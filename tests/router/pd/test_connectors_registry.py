@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import re
-import sys
-from importlib.metadata import EntryPoint, entry_points
-from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
@@ -13,6 +10,7 @@ from kvroute.router.pd import registry
 from kvroute.router.pd.connector import DecodeFirst, Serving
 from kvroute.router.pd.connectors.shared_storage import SharedStorageConnector
 from kvroute.router.pd.registry import ConnectorError, connector_names, make_connector
+from tests import plugins
 
 BUILT_IN = {"nixl", "mooncake", "p2p-nccl", "sglang", "shared-storage", "decode-first"}
 
@@ -45,18 +43,8 @@ class FailsToStart(Telepathic):
 
 @pytest.fixture
 def third_party(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Register classes of this file under names, beside the real ones."""
-    module = ModuleType("third_party_connectors")
-    module.__dict__.update(globals())
-    monkeypatch.setitem(sys.modules, "third_party_connectors", module)
-    extra: list[EntryPoint] = []
-    real = list(entry_points(group=registry.GROUP))
-    monkeypatch.setattr(registry, "entry_points", lambda group: [*real, *extra])
-
-    def register(name: str, value: str) -> None:
-        extra.append(EntryPoint(name, f"third_party_connectors:{value}", registry.GROUP))
-
-    return register
+    """Registers classes of this file under names."""
+    return plugins.third_party(monkeypatch, registry.GROUP, globals())
 
 
 def test_the_built_in_ones_are_all_registered() -> None:
