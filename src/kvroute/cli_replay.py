@@ -10,6 +10,17 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from kvroute.cli_present import WIDTH
+from kvroute.cli_requests import (
+    WORKLOAD,
+    Arrivals,
+    BadLines,
+    Jitter,
+    Rate,
+    Requests,
+    TpotLimit,
+    TraceFormat,
+    TtftLimit,
+)
 
 if TYPE_CHECKING:
     from kvroute.loadtests.replay.player import Played
@@ -31,28 +42,18 @@ def replay(
     trace: Annotated[
         Path | None, typer.Option(help="File of requests (Mooncake, Azure, token ids, ShareGPT).")
     ] = None,
-    trace_format: Annotated[
-        str, typer.Option("--format", help="Of the file: auto, mooncake, azure, token_ids or sharegpt.")
-    ] = "auto",
-    bad_lines: Annotated[
-        str, typer.Option(help="A line that does not fit: stop, or skip and count.")
-    ] = "stop",
+    trace_format: TraceFormat = "auto",
+    bad_lines: BadLines = "stop",
     workload: Annotated[
         str | None,
-        typer.Option(
-            help="Generated: chat, shared, agents, documents, scans, bursts or mixed [default: mixed]."
-        ),
+        typer.Option(help=WORKLOAD),
     ] = None,
-    requests: Annotated[int | None, typer.Option(help="Requests of a workload [default: 4000].")] = None,
-    rate: Annotated[float | None, typer.Option(help="Of a workload, per second [default: 4].")] = None,
+    requests: Requests = None,
+    rate: Rate = None,
     speed: Annotated[float, typer.Option(help="Arrivals so many times faster.")] = 1.0,
     scale: Annotated[float, typer.Option(help="Prompts and answers so many times as long.")] = 1.0,
-    jitter: Annotated[
-        str, typer.Option(help="Of a trace stamped by ticks: each request up to so much later.")
-    ] = "0",
-    arrivals: Annotated[
-        str, typer.Option(help="When requests come: trace (as recorded), poisson, or gamma (bursty).")
-    ] = "trace",
+    jitter: Jitter = "0",
+    arrivals: Arrivals = "trace",
     seed: Annotated[int, typer.Option(help="Of the first round; others count on from it.")] = 1,
     limit: Annotated[int | None, typer.Option(help="Only so many requests, the first.")] = None,
     rounds: Annotated[int, typer.Option(help="Repetitions, each to every URL in turn.")] = 1,
@@ -76,8 +77,8 @@ def replay(
             help="Of the prompts; each run has its own, so that no cache knows them yet [default: the time]."
         ),
     ] = None,
-    ttft_limit: Annotated[str, typer.Option(help="A good request's time to first token.")] = "2s",
-    tpot_limit: Annotated[str, typer.Option(help="And its mean time per token after that.")] = "25ms",
+    ttft_limit: TtftLimit = "2s",
+    tpot_limit: TpotLimit = "25ms",
     warm_up: Annotated[
         float, typer.Option(help="Share of the requests, the first, that does not count.")
     ] = 0.1,

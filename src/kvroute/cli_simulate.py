@@ -10,6 +10,17 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from kvroute.cli_present import WIDTH
+from kvroute.cli_requests import (
+    WORKLOAD,
+    Arrivals,
+    BadLines,
+    Jitter,
+    Rate,
+    Requests,
+    TpotLimit,
+    TraceFormat,
+    TtftLimit,
+)
 
 if TYPE_CHECKING:
     from kvroute.loadtests.results.combine import Result
@@ -36,30 +47,20 @@ def simulate(
         list[Path] | None,
         typer.Option(help="File of requests (Mooncake, Azure, token ids, ShareGPT); repeat for more."),
     ] = None,
-    trace_format: Annotated[
-        str, typer.Option("--format", help="Of the files: auto, mooncake, azure, token_ids or sharegpt.")
-    ] = "auto",
-    bad_lines: Annotated[
-        str, typer.Option(help="A line that does not fit: stop, or skip and count.")
-    ] = "stop",
+    trace_format: TraceFormat = "auto",
+    bad_lines: BadLines = "stop",
     workload: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Generated: chat, shared, agents, documents, scans, bursts or mixed [default: mixed]."
-        ),
+        typer.Option(help=WORKLOAD),
     ] = None,
-    requests: Annotated[int | None, typer.Option(help="Requests of a workload [default: 4000].")] = None,
-    rate: Annotated[float | None, typer.Option(help="Of a workload, per second [default: 4].")] = None,
+    requests: Requests = None,
+    rate: Rate = None,
     speed: Annotated[
         list[str] | None,
         typer.Option(help="Arrivals so many times faster; 1,1.5,2 or repeated [default: 1]."),
     ] = None,
-    jitter: Annotated[
-        str, typer.Option(help="Of a trace stamped by ticks: each request up to so much later.")
-    ] = "0",
-    arrivals: Annotated[
-        str, typer.Option(help="When requests come: trace (as recorded), poisson, or gamma (bursty).")
-    ] = "trace",
+    jitter: Jitter = "0",
+    arrivals: Arrivals = "trace",
     seeds: Annotated[int, typer.Option(help="Repetitions, with other jitter or another workload.")] = 3,
     preset: Annotated[
         str,
@@ -139,8 +140,8 @@ def simulate(
         str | None,
         typer.Option(help="What workers give to others: cpu (all below the GPU), or any [default: cpu]."),
     ] = None,
-    ttft_limit: Annotated[str, typer.Option(help="A good request's time to first token.")] = "2s",
-    tpot_limit: Annotated[str, typer.Option(help="And its mean time per token after that.")] = "25ms",
+    ttft_limit: TtftLimit = "2s",
+    tpot_limit: TpotLimit = "25ms",
     warm_up: Annotated[
         str,
         typer.Option(help="Requests not counted: the first share of them, or fill: until caches are full."),
