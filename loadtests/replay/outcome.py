@@ -44,19 +44,59 @@ class Lag:
         return cls(*(round(float(one), 3) for one in (lags_ms.mean(), p50, p99, lags_ms.max())))
 
 
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """One latency of the requests that count, in milliseconds. Failures are infinite in the percentiles,
+    then None, and not part of the mean.
+    """
+
+    mean: float | None
+    p50: float | None
+    p99: float | None
+
+    @classmethod
+    def of(cls, values_s: Sequence[float]) -> Counted:
+        """By nearest rank."""
+        ranked = Ranked.of(values_s)
+        found_ms = (one * 1e3 for one in (ranked.mean, *ranked.at((0.5, 0.99))))
+        return cls(*(round(one, 3) if isfinite(one) else None for one in found_ms))
+
+    def __str__(self) -> str:
+        return "/".join("inf" if one is None else f"{one:.1f}" for one in (self.mean, self.p50, self.p99))
+
+
+def from_sending(rounds: Sequence[Played], warm_up: int) -> dict[str, Counted]:
+    """TTFT and E2E from when a request was sent, not from when it was due, of all rounds together.
+
+    aiperf counts so (0.13: from before the connection is taken; `RequestRecord.start_perf_ns`), and so do
+    the benchmarks of vLLM and SGLang. A client that is late does not see it in these.
+    """
+    made = [one for played in rounds for one in _counted(played, warm_up)]
+    lags_s = [0.0 if one.sent_s is None else one.sent_s - one.arrival_s for one in made]
+    return {
+        "ttft": Counted.of([one.ttft_s - lag_s for one, lag_s in zip(made, lags_s, strict=True)]),
+        "e2e": Counted.of([one.e2e_s - lag_s for one, lag_s in zip(made, lags_s, strict=True)]),
+    }
+
+
+def _counted(played: Played, warm_up: int) -> list[Measured]:
+    """In order of arrival, without the first `warm_up`, or with them where there are no others."""
+    requests = sorted(played.requests, key=lambda made: made.arrival_s)
+    return requests[warm_up:] or requests
+
+
 def result(played: Played, limits: Limits, warm_up: int, first: bool) -> Result:
     """Figures of one run without its first `warm_up` requests, or with them where there are no others.
 
     The `first` run gets the curves too. ValueError when there was no request.
     """
-    requests = sorted(played.requests, key=lambda made: made.arrival_s)
-    counted = requests[warm_up:] or requests
+    counted = _counted(played, warm_up)
     times = replace(latencies(counted), itl=_itl(counted, played.gaps))
     facts, law = Facts(), little(counted)
     return Result(
         figures(counted, facts, limits, times),
         law.reason if isinstance(law, NotClaimed) else None,
-        series(requests, counted, facts, times) if first else None,
+        series(_counted(played, 0), counted, facts, times) if first else None,
     )
 
 
@@ -88,6 +128,7 @@ def row(
         **about["setting"],
         "ttft_includes": TTFT_INCLUDES,
         "lag_ms": asdict(Lag.of(lags_s(rounds))),
+        "from_sending_ms": {name: asdict(one) for name, one in from_sending(rounds, warm_up).items()},
         "failures": dict(Counter(made.failure for made in requests if made.failure is not None)),
         "most_in_flight": max(played.most_in_flight for played in rounds),
         "other_length": sum(played.other_length for played in rounds),
@@ -116,12 +157,14 @@ def _round(one: Result) -> dict[str, float | None]:
     return {name: round(value, 4) if isfinite(value := one.figures[name]) else None for name in _SHOWN}
 
 
-def notes(name: str, rounds: Sequence[Played]) -> list[str]:
+def notes(name: str, rounds: Sequence[Played], warm_up: int) -> list[str]:
     """What must be known of a target's figures: the schedule, failures, what was not as asked."""
-    lag = Lag.of(lags_s(rounds))
+    lag, sent = Lag.of(lags_s(rounds)), from_sending(rounds, warm_up)
     said = [
         f"{name}: sent {lag.mean:.1f} ms late on average, p50 {lag.p50:.1f}, p99 {lag.p99:.1f}, max "
-        f"{lag.max:.1f}; at most {max(played.most_in_flight for played in rounds)} in flight"
+        f"{lag.max:.1f}; at most {max(played.most_in_flight for played in rounds)} in flight",
+        f"{name}: from sending, as most clients count, mean/p50/p99: TTFT {sent['ttft']} ms, "
+        f"E2E {sent['e2e']} ms",
     ]
     if lag.p99 > LAG_BOUND_S * 1e3:
         said.append(

@@ -68,6 +68,11 @@ class Replay:
         check_jobs(self.max_in_flight, self.jobs)
         self.due(0, 0)
 
+    @property
+    def warm_up_requests(self) -> int:
+        """Of a run, the first, that do not count."""
+        return int(self.due(0, 0).count * self.warm_up)
+
     def due(self, number: int, target: int) -> Due:
         """Of one run of a round; every target of a round has the same requests at the same times."""
         salt = self.salt + number * len(self.targets) + target
@@ -158,7 +163,7 @@ def _run(replay: Replay, number: int, at: int, model: str) -> Run:
         replay.form,
         model,
         due,
-        int(due.count * replay.warm_up),
+        replay.warm_up_requests,
         replay.max_in_flight,
     )
 
@@ -178,9 +183,8 @@ def rows(replay: Replay, played: Sequence[Sequence[Played]]) -> list[Row]:
             "warm_up": replay.warm_up,
             "setting": _setting(replay, target),
         }
-        warm_up = int(replay.due(0, 0).count * replay.warm_up)
         against = first if [len(one.requests) for one in rounds] == counts else None
-        one, results = row(target.name, rounds, replay.limits, about, warm_up, against)
+        one, results = row(target.name, rounds, replay.limits, about, replay.warm_up_requests, against)
         made.append(one)
         first = first or (target.name, results)
     return made

@@ -175,7 +175,11 @@ def _show(asked: Replay, made: list[Row], played: list[list[Played]]) -> None:
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     said = list(asked.source.remarks)
     for target, rounds in zip(asked.targets, played, strict=True):
-        said += notes(target.name, rounds) if rounds else [f"{target.name}: nothing was sent"]
+        said += (
+            notes(target.name, rounds, asked.warm_up_requests)
+            if rounds
+            else [f"{target.name}: nothing was sent"]
+        )
     if made:
         print_results(made, console, said)
 

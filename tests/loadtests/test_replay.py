@@ -13,7 +13,7 @@ from kvroute.loadtests.mock_engine import MockFleet, MockOptions
 from kvroute.loadtests.replay.answer import Request, predicted_ttft_s
 from kvroute.loadtests.replay.bodies import Bodies, Form
 from kvroute.loadtests.replay.gaps import Gaps
-from kvroute.loadtests.replay.outcome import Lag, notes, row
+from kvroute.loadtests.replay.outcome import Counted, Lag, from_sending, notes, row
 from kvroute.loadtests.replay.player import Played, Player
 from kvroute.loadtests.replay.rounds import Named, Replay, named, rows
 from kvroute.loadtests.replay.running import Access, Due, Run, check_jobs, run_in_loop
@@ -276,7 +276,7 @@ def test_what_is_over_the_limit_is_not_sent_and_counted(monkeypatch: pytest.Monk
     assert result.requests[0].sent_s is None
     assert result.requests[0].ttft_s == float("inf")
     assert len(engine.received) == 2
-    assert any("--max-in-flight was reached" in note for note in notes("x", [result]))
+    assert any("--max-in-flight was reached" in note for note in notes("x", [result], 0))
 
 
 def test_failures_have_classes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +321,7 @@ def test_an_answer_of_another_length_is_counted(monkeypatch: pytest.MonkeyPatch)
     result, _ = played(monkeypatch, stream_ok, [request(0.0, 5)])
     assert result.other_length == 1
     assert result.requests[0].output_tokens == 2
-    assert any("length" in note for note in notes("x", [result]))
+    assert any("length" in note for note in notes("x", [result], 0))
 
 
 def test_a_stop_keeps_what_was_measured_and_cuts_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,11 +476,12 @@ def test_a_row_has_the_rounds_means_and_the_lag_beside_them() -> None:
         pytest.approx(300.0),
         pytest.approx(100.0),
     ]
-    said = notes("r", [slow, fast])
+    said = notes("r", [slow, fast], 1)
     assert "p99 100.0" in said[0]
-    assert "too slow for its own schedule" in said[1]
-    assert said[2] == "r: failed: http_500 1"
-    assert not any("warning" in note for note in notes("r", [slow]))
+    assert said[1].endswith("mean/p50/p99: TTFT 149.5/299.0/inf ms, E2E 249.5/399.0/inf ms")
+    assert "too slow for its own schedule" in said[2]
+    assert said[3] == "r: failed: http_500 1"
+    assert not any("warning" in note for note in notes("r", [slow], 1))
 
 
 @pytest.mark.parametrize(("answered", "is_paired"), [(10, True), (9, False)])
@@ -491,6 +492,20 @@ def test_a_round_that_was_stopped_is_paired_with_nothing(answered: int, is_paire
     first, second = rows(asked, [[whole], [other]])
     assert first.paired is None
     assert (second.paired is not None) == is_paired
+
+
+def test_latencies_from_sending_are_without_the_lag() -> None:
+    """Of those that count: the first, of 9 s, is of the warm-up. One that was never sent is a failure."""
+    about = {"speed": 2.0, "trace": "t", "warm_up": 0.1, "setting": {"url": "x"}}
+    late = run_of([9.0, *[0.3] * 9], 0.25)
+    one, _ = row("r", [late], Limits(0.2, 0.02), about, 1)
+    assert one.ttft_ms.p50 == pytest.approx(300)
+    assert one.setting["from_sending_ms"] == {
+        "ttft": {"mean": 50.0, "p50": 50.0, "p99": 50.0},
+        "e2e": {"mean": 150.0, "p50": 150.0, "p99": 150.0},
+    }
+    late.requests.append(Measured(11.0, 100, 11, failure="in_flight_limit"))
+    assert from_sending([late], 1)["ttft"] == Counted(50.0, 50.0, None)
 
 
 def test_lag_of_nothing() -> None:
