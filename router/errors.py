@@ -38,6 +38,7 @@ class Failure(StrEnum):
     NO_HANDOFF = "no_handoff"
     HANDOFF_EXPIRED = "handoff_expired"
     SPOILT = "spoilt_cache"
+    GIVEN_UP = "given_up"
     INTERNAL = "internal_error"
 
 
@@ -74,6 +75,7 @@ _TABLE: dict[Failure, tuple[int, str]] = {
     Failure.NO_HANDOFF: (502, _UPSTREAM),
     Failure.HANDOFF_EXPIRED: (502, _UPSTREAM),
     Failure.SPOILT: (503, "service_unavailable_error"),
+    Failure.GIVEN_UP: (503, "service_unavailable_error"),
     Failure.INTERNAL: (500, "internal_error"),
 }
 

@@ -24,6 +24,7 @@ from kvroute.router.metrics import Metrics
 from kvroute.router.pacing import Pacing
 from kvroute.router.parsed_request import ParsedRequest
 from kvroute.router.pd.answer import own_headers
+from kvroute.router.pd.asking import GivingUp
 from kvroute.router.pd.books import Asked
 from kvroute.router.pd.planning import Planned
 from kvroute.router.pd.prefill_leg import PrefillFailed
@@ -91,7 +92,7 @@ class Exchange:
         self._sending: Sending | None = None
         self._planned: Planned | None = None
         self._split: Split | None = None
-        self._cached: CachedTokens | None = None
+        self._cached: CachedTokens | GivingUp | None = None
         self._body = b""
         """Of an answer that was read whole before its head was written."""
         self._meter: Meter | None = None
@@ -257,6 +258,10 @@ class Exchange:
         self._sending = split.sending
         if split.cached_tokens is not None and not response.encoded:
             self._cached = CachedTokens(split.cached_tokens)
+        elif split.giving_up is not None:
+            self._cached = split.giving_up
+        elif split.giving_up is not None:
+            self._cached = split.giving_up
         return response
 
     # --- relaying ------------------------------------------------------------------------------
@@ -298,6 +303,8 @@ class Exchange:
         first = self._body or connection.take_body()
         if self._cached is not None:
             first = self._cached.feed(first)
+            if connection.error is not None:
+                raise connection.error
             if connection.complete:
                 first += self._cached.end()
         if first:
@@ -340,8 +347,8 @@ class Exchange:
         client.end()
 
     @staticmethod
-    def _counting(cached: CachedTokens, relay: Sink) -> Sink:
-        """The same, with the prefill's count of cached tokens."""
+    def _counting(cached: CachedTokens | GivingUp, relay: Sink) -> Sink:
+        """The same, with the prefill's count of cached tokens, or up to where the worker gives up."""
 
         def counted(data: bytes, now_s: float) -> None:
             if data := cached.feed(data):

@@ -234,14 +234,14 @@ class UpstreamConnection(asyncio.Protocol):
             self._reusable = False
             if not self._complete:  # else it is what follows the response that is out of order
                 message = f"worker sent malformed HTTP: {error.__context__ or error}"
-                self._fail(GatewayError(Failure.BAD_RESPONSE, message))
+                self.fail(GatewayError(Failure.BAD_RESPONSE, message))
                 return
         pieces = self._pieces
         if not pieces and not self._complete:
             self._framing_bytes += len(data)
             if self._framing_bytes > MAX_HEAD_BYTES:
                 message = f"worker sent {MAX_HEAD_BYTES} bytes of head, chunk sizes or trailers"
-                self._fail(GatewayError(Failure.BAD_RESPONSE, message))
+                self.fail(GatewayError(Failure.BAD_RESPONSE, message))
         elif self._sink is not None:
             if pieces:
                 self._framing_bytes = 0
@@ -271,9 +271,9 @@ class UpstreamConnection(asyncio.Protocol):
             self._settle()
         elif response.status:
             message = f"worker closed the connection in the middle of its response ({response.status})"
-            self._fail(GatewayError(Failure.DIED, message, upstream_status=response.status))
+            self.fail(GatewayError(Failure.DIED, message, upstream_status=response.status))
         else:
-            self._fail(GatewayError(Failure.RESET, "worker closed the connection before it answered"))
+            self.fail(GatewayError(Failure.RESET, "worker closed the connection before it answered"))
 
     def _settle(self) -> None:
         if self._ready is not None and not self._ready.done():
@@ -281,7 +281,8 @@ class UpstreamConnection(asyncio.Protocol):
         if self._done is not None and not self._done.done():
             self._done.set_result(None)
 
-    def _fail(self, error: GatewayError) -> None:
+    def fail(self, error: GatewayError) -> None:
+        """The response breaks off here."""
         self._error = error
         self._reusable = False
         self._settle_error(error)
@@ -312,7 +313,7 @@ class UpstreamConnection(asyncio.Protocol):
             error = GatewayError(
                 Failure.IDLE_TIMEOUT, "worker was silent for timeouts.idle_s", upstream_status=status
             )
-        self._fail(error)
+        self.fail(error)
 
     def close(self) -> None:
         """Abort, not a graceful close: the engine must see the end now, and nothing is left to flush."""

@@ -30,9 +30,11 @@ log = structlog.get_logger(__name__)
 
 MIN_RAMP_WEIGHT = 0.1
 IN_BAND_ERROR = "in_band_error"
-NO_VERDICT = frozenset({Failure.TOTAL_TIMEOUT, Failure.EXHAUSTED, Failure.SPOILT, IN_BAND_ERROR})
-"""Failures that say nothing of a worker's health: our own limits, a cache that has a state of its own, and a
-request that went wrong by itself.
+NO_VERDICT = frozenset(
+    {Failure.TOTAL_TIMEOUT, Failure.EXHAUSTED, Failure.SPOILT, Failure.GIVEN_UP, IN_BAND_ERROR}
+)
+"""Failures that say nothing of a worker's health: our own limits, a cache that has a state of its own, and
+requests that went wrong by themselves.
 """
 
 

@@ -104,8 +104,13 @@ class DecodeFirst(Connector, Protocol):
 
     Where `first_leg` gives one, it goes to the decode worker. Its answer is kept back, a stream event by
     event, for as long as `declined` says None; at False it is relayed from its start, at True dropped, and
-    the request goes on as any other: prefill leg, decode leg.
+    the request goes on as any other: prefill leg, decode leg. A stream that declines later is broken off.
     """
+
+    declines_by: ClassVar[bytes]
+    """Of a stream that is being relayed only events with these bytes are looked at."""
+    whole_fields: ClassVar[Mapping[str, Any]]
+    """Top-level fields of the body of a request that one worker does alone: it must not decline."""
 
     def first_leg(self, path: bytes, pair: Pair) -> Leg | None:
         """None: this request is not for asking, it begins with its prefill leg."""

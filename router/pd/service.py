@@ -15,7 +15,7 @@ from kvroute.policies.costs.links import nearness
 from kvroute.router.dispatch import Choice, Dispatcher, PrefillHalf
 from kvroute.router.eligible import Task
 from kvroute.router.errors import Failure, GatewayError
-from kvroute.router.pd.body import Fields, leg_body, read_fields, read_oddly, without
+from kvroute.router.pd.body import LIMITS, Fields, leg_body, read_fields, read_oddly, without
 from kvroute.router.pd.books import Asked, Books
 from kvroute.router.pd.connector import Connector, DecodeFirst, Pair, Serving
 from kvroute.router.pd.connectors.fields import CLIENT_FIELDS
@@ -91,7 +91,12 @@ class Pd:
         way = self._config.client_fields
         if way != "forward":
             request, fields = self._cleaned(request, fields, refuse=way == "refuse")
-        task, why_not, prompts = plan(request, fields, self._any_connector())
+        connector = self._any_connector()
+        task, why_not, prompts = plan(request, fields, connector)
+        asking = self.asks_first(connector)
+        is_signed = why_not == "digest"
+        if asking is not None and fields is not None and not is_signed and _path(request) in LIMITS:
+            request = replace(request, body=leg_body(fields, asking.whole_fields))
         return Planned(request, fields, task, prompts, why_not)
 
     def look(self, request: Request) -> tuple[Task, str]:
@@ -227,6 +232,10 @@ class Pd:
         shaken = self._shaken
         others.sort(key=lambda one: ((prefill.worker.id, one.worker.id) not in shaken, one is not decode))
         return others
+
+
+def _path(request: Request) -> bytes:
+    return request.target.partition(b"?")[0]
 
 
 def _odd_fields(body: bytes) -> list[str]:

@@ -32,7 +32,7 @@ from kvroute.router.dispatch import Choice
 from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.heads import request_head
 from kvroute.router.meter import Meter
-from kvroute.router.pd.asking import declines
+from kvroute.router.pd.asking import GivingUp, declines
 from kvroute.router.pd.body import Fields, leg_body, short_prefill
 from kvroute.router.pd.books import Asked
 from kvroute.router.pd.connector import CannotHandOver, Connector, Leg, Pair
@@ -85,6 +85,8 @@ class Split:
         self.sending: Sending | None = None
         self.cached_tokens: int | None = None
         """What the prefill found in a cache; None where it does not say."""
+        self.giving_up: GivingUp | None = None
+        """What a stream has to pass through that its worker may give up."""
         self._leg: PrefillLeg | None = None
         self._tasks: tuple[asyncio.Task[Any], ...] = ()
         self._kept: Kept | None = None
@@ -149,7 +151,13 @@ class Split:
         if response.status < 400 and await declines(connector, response, sending.connection):
             sending.finish()
             return None
+        if response.content_type.startswith(b"text/event-stream"):
+            self.giving_up = GivingUp(connector, partial(self._given_up, sending.connection))
         return response
+
+    def _given_up(self, connection: UpstreamConnection, error: GatewayError) -> None:
+        self._desk.books.pd_metrics.failures.add("decode", error.failure.value)
+        connection.fail(error)
 
     # --- prefill -------------------------------------------------------------------------------
 
@@ -166,7 +174,7 @@ class Split:
         self._leg = PrefillLeg(
             self._desk.books, half, choice.chosen_s, partial(self._desk.prefilled, choice, self._asked)
         )
-        self._prepared = None
+        self._prepared = self.cached_tokens = self.giving_up = None
         if self._connector.prepares:
             await self._ask_prefill(self._leg)
 

@@ -26,7 +26,7 @@ STATUS = {
         Failure.NO_HANDOFF,
         Failure.HANDOFF_EXPIRED,
     },
-    503: {Failure.NO_WORKER, Failure.EXHAUSTED, Failure.SPOILT},
+    503: {Failure.NO_WORKER, Failure.EXHAUSTED, Failure.SPOILT, Failure.GIVEN_UP},
     504: {
         Failure.CONNECT_TIMEOUT,
         Failure.FIRST_BYTE_TIMEOUT,

@@ -25,6 +25,8 @@ class DecodeFirstConnector(SharedStorageConnector):
     """As a shared store, with a question before it. Later legs say 0, whatever the engine's own default."""
 
     client_fields: ClassVar[frozenset[str]] = frozenset({THRESHOLD})
+    declines_by: ClassVar[bytes] = f'"{DECLINED}"'.encode()
+    whole_fields: ClassVar[Mapping[str, Any]] = {THRESHOLD: 0}
 
     def __init__(self, config: PdConfig) -> None:
         super().__init__(config)
