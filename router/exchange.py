@@ -260,8 +260,6 @@ class Exchange:
             self._cached = CachedTokens(split.cached_tokens)
         elif split.giving_up is not None:
             self._cached = split.giving_up
-        elif split.giving_up is not None:
-            self._cached = split.giving_up
         return response
 
     # --- relaying ------------------------------------------------------------------------------

@@ -44,7 +44,8 @@ class Connector(Protocol):
     """A class registered in the entry-point group `kvroute.pd_connectors`, made once with the configuration.
 
     Everything but `prepare` is synchronous, and the same pair gets the same answer until one of its workers
-    is forgotten. It may be called for many requests at a time, from one thread.
+    is forgotten. It may be called for many requests at a time, from one thread. One that is a `GaugeSource`
+    has its metrics among the gateway's.
     """
 
     is_concurrent: ClassVar[bool]

@@ -15,6 +15,7 @@ from kvroute.policies.costs.links import nearness
 from kvroute.router.dispatch import Choice, Dispatcher, PrefillHalf
 from kvroute.router.eligible import Task
 from kvroute.router.errors import Failure, GatewayError
+from kvroute.router.metrics import GaugeSource
 from kvroute.router.pd.body import LIMITS, Fields, leg_body, read_fields, read_oddly, without
 from kvroute.router.pd.books import Asked, Books
 from kvroute.router.pd.connector import Connector, DecodeFirst, Pair, Serving
@@ -172,6 +173,8 @@ class Pd:
         connector = self._connectors.get(name)
         if connector is None:
             connector = self._connectors[name] = make_connector(name, self._config)
+            if isinstance(connector, GaugeSource):
+                self.books.metrics.add_source(connector)
         return connector
 
     def _changed(self, member: Member) -> None:

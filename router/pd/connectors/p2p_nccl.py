@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
+
+from prometheus_client.core import Metric
 
 from kvroute.config_pd import PdConfig
 from kvroute.router.pd.connector import CannotHandOver, Leg, Pair
@@ -35,6 +37,9 @@ class P2pNcclConnector:
 
     def close(self) -> None:
         self.registrations.close()
+
+    def gauges(self) -> Iterable[Metric]:
+        yield self.registrations.refused.family()
 
     async def prepare(self, pair: Pair) -> Any:
         for kind, member in _sides(pair):

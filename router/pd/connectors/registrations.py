@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from typing import Literal
 
 import msgspec
@@ -15,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from kvroute.clock import Clock, monotonic
 from kvroute.config_groups import P2pAddress
+from kvroute.router.metrics import Counter
 
 log = structlog.get_logger(__name__)
 
@@ -42,8 +42,11 @@ class Registrations:
     def __init__(self, clock: Clock = monotonic) -> None:
         self._clock = clock
         self._entries: dict[tuple[str, str], tuple[str, float]] = {}
-        self.refused: Counter[str] = Counter()
-        """Messages by what was wrong: undecodable, address, full."""
+        self.refused = Counter(
+            "kvroute_pd_registrations_refused",
+            "Registrations of P2pNccl engines that do not count: undecodable, address or full.",
+            ("reason",),
+        )
         self.port: int | None = None
         """Where it listens."""
         self._context: zmq.asyncio.Context | None = None
@@ -109,6 +112,6 @@ class Registrations:
         self._entries[key] = address, now_s + LIFETIME_S
 
     def _refuse(self, reason: str, fault: str) -> None:
-        if not self.refused[reason]:
+        if not self.refused.value(reason):
             log.warning("p2p registration refused", reason=reason, fault=fault)
-        self.refused[reason] += 1
+        self.refused.add(reason)

@@ -16,7 +16,8 @@ from kvroute.router.pd.connector import CannotHandOver, Pair
 from kvroute.router.pd.connectors import registrations as module
 from kvroute.router.pd.connectors.p2p_nccl import P2pNcclConnector
 from kvroute.router.pd.connectors.registrations import MAX_MESSAGE_BYTES, Registrations
-from tests.kit import until
+from tests.kit import ask, until
+from tests.router.pd.kit import bench
 from tests.router.pd.pairs import member, pair
 
 P_HTTP, D_HTTP = "10.0.0.1:8000", "10.0.0.2:8000"
@@ -127,7 +128,7 @@ def test_a_registration_lasts_five_seconds_from_the_last() -> None:
 def test_what_is_no_registration_is_counted(message: bytes, reason: str) -> None:
     registered = Registrations(Now())
     registered.take(message)
-    assert registered.refused == {reason: 1}
+    assert registered.refused.values == {(reason,): 1}
     assert registered.address("P", P_HTTP) is None
 
 
@@ -137,13 +138,13 @@ def test_there_is_an_end_to_the_entries(monkeypatch: pytest.MonkeyPatch) -> None
     registered = Registrations(now)
     for port in range(1, 5):
         registered.take(news("P", f"h:{port}", P_ZMQ))
-    assert registered.refused == {"full": 1}
+    assert registered.refused.values == {("full",): 1}
     registered.take(news("P", "h:1", D_ZMQ))
     assert registered.address("P", "h:1") == D_ZMQ
     now.now_s += 10
     registered.take(news("P", "h:4", P_ZMQ))
     assert registered.address("P", "h:4") == P_ZMQ
-    assert registered.refused == {"full": 1}
+    assert registered.refused.values == {("full",): 1}
 
 
 @pytest.fixture
@@ -169,7 +170,7 @@ async def test_engines_register_by_zmq(registered: Registrations) -> None:
         await until(lambda: registered.address("D", D_HTTP) is not None)
         assert registered.address("P", P_HTTP) == P_ZMQ
         assert registered.address("D", D_HTTP) == D_ZMQ
-        assert registered.refused == {"undecodable": 2}
+        assert registered.refused.values == {("undecodable",): 2}
     finally:
         context.destroy(linger=0)
 
@@ -183,9 +184,20 @@ async def test_a_message_without_end_does_not_come_in(registered: Registrations)
         await huge.send(b"x" * (MAX_MESSAGE_BYTES + 1))
         await good.send(news("P", P_HTTP, P_ZMQ))
         await until(lambda: registered.address("P", P_HTTP) is not None)
-        assert not registered.refused
+        assert not registered.refused.values
     finally:
         context.destroy(linger=0)
+
+
+async def test_what_was_refused_is_among_the_gateway_s_metrics() -> None:
+    async with bench("p2p-nccl") as one:
+        connector = one.server._pd._any_connector()
+        assert isinstance(connector, P2pNcclConnector)
+        for message in (b"", news("P", P_HTTP, "no port"), b"x"):
+            connector.registrations.take(message)
+        metrics = (await ask(one.server.url, "/metrics", method="GET")).body
+        for line in (b'total{reason="undecodable"} 2.0\n', b'total{reason="address"} 1.0\n'):
+            assert b"kvroute_pd_registrations_refused_" + line in metrics
 
 
 async def test_a_port_that_is_taken_is_named(registered: Registrations) -> None:
