@@ -22,7 +22,7 @@ AT_A_TIME = 8
 ASKED = 2
 """Decode workers that are asked to pass it on."""
 HEAR_S = 1.0
-"""For an answer that was under way."""
+"""For an answer that was under way when its worker was told."""
 MAX_HEARD = 256
 TRIES = 4
 RETRY_S = 0.5
@@ -55,8 +55,12 @@ class _Due(Struct, frozen=True):
 class Releaser:
     """A few at a time; dropped and counted is what does not fit in the queue, and what comes too late."""
 
-    def __init__(self, counter: Counter, timeout_s: float = 5.0, capacity: int = 1024) -> None:
+    def __init__(
+        self, counter: Counter, grace_s: float = 0.0, timeout_s: float = 5.0, capacity: int = 1024
+    ) -> None:
+        """`grace_s` as `pd.prefill_grace_s`."""
         self._counter = counter
+        self._grace_s = grace_s
         self._timeout_s = timeout_s
         self._capacity = capacity
         self._due: asyncio.Queue[_Due] = asyncio.Queue()
@@ -77,12 +81,12 @@ class Releaser:
     def hear_out(
         self, sending: Sending, pieces: list[bytes], over: Callable[[], None], then: Callable[[bytes], None]
     ) -> None:
-        """A prefill leg is given up, and its worker is told at once. An answer that was under way by then
-        hands KV over too, which only it names: it goes to `then`, with the `pieces` that had come. In any
-        case it is `over`, soon.
+        """A prefill leg is given up. Its answer hands KV over all the same, which only it names: it goes to
+        `then`, with the `pieces` that had come. An engine that is told in the step that ends a prefill keeps
+        the KV and answers nobody, so it is told after the grace period. In any case it is `over`, soon.
         """
         connection = sending.connection
-        if connection is None or len(self._heard) >= MAX_HEARD or not connection.half_close():
+        if connection is None or len(self._heard) >= MAX_HEARD or connection.closed:
             sending.finish()
             over()
             return
@@ -91,17 +95,21 @@ class Releaser:
         self._heard.add(task)
         task.add_done_callback(self._heard.discard)
 
-    @staticmethod
     async def _hear(
-        sending: Sending, connection: UpstreamConnection, pieces: list[bytes], then: Callable[[bytes], None]
+        self,
+        sending: Sending,
+        connection: UpstreamConnection,
+        pieces: list[bytes],
+        then: Callable[[bytes], None],
     ) -> None:
         try:
             pieces.append(connection.take_body())
-            async with asyncio.timeout(HEAR_S):
-                await connection.stream_to(lambda data, _now_s: pieces.append(data))
-            then(b"".join(pieces))
-        except (TimeoutError, GatewayError):
-            pass  # it had not answered
+            ended = connection.stream_to(lambda data, _now_s: pieces.append(data))
+            await asyncio.wait((ended,), timeout=self._grace_s)
+            if not ended.done() and connection.half_close():
+                await asyncio.wait((ended,), timeout=HEAR_S)
+            if ended.done() and ended.exception() is None:  # else it has not answered
+                then(b"".join(pieces))
         finally:
             sending.finish()
 

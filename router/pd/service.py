@@ -59,7 +59,7 @@ class Pd:
         self._asks_first: dict[type[Connector], bool] = {}
         self._shaken: dict[tuple[str, str], None] = {}
         """Pairs that have handed over: a decode worker reaches those prefill workers at once."""
-        self.releaser = Releaser(books.pd_metrics.releases)
+        self.releaser = Releaser(books.pd_metrics.releases, self._config.prefill_grace_s)
         self.hear_out = self.releaser.hear_out
         self._resets = Resets(books.registry, books.pd_metrics.resets)
         self._speeds = HandoffSpeeds(dispatcher)

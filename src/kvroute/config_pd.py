@@ -34,6 +34,11 @@ class PdConfig(Group):
     prefill_timeout_s: Seconds = Field(
         default=120.0, description="of a prefill leg; then another worker does it, or the decode worker all"
     )
+    prefill_grace_s: Annotated[float, Field(ge=0, le=60)] = Field(
+        default=1.0,
+        description="a prefill leg that nobody waits for any more goes on for so long, since only its answer "
+        "names the KV to be let go; one that is cut off in its last step keeps KV for the lease",
+    )
     decode_timeout_s: Seconds = Field(
         default=120.0, description="from the handoff to the first byte of a stream; then another attempt"
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from kvroute.router.pd.service import HEARD_S
-from tests.kit import Client, Engine, Received, Wire, answer_ok, until
+from tests.kit import HANG_S, Client, Engine, Received, Wire, answer_ok, until
 from tests.loadtests.pd_kit import pd
 from tests.router.pd.kit import COMPLETIONS, HANDED, Bench, bench, prefilled, scripted
 
@@ -34,7 +36,7 @@ async def leave(one: Bench, when: Callable[[], bool], *, stream: bool) -> None:
 
 @pytest.mark.parametrize("connector", ALL)
 async def test_while_prefill_runs(connector: str) -> None:
-    async with bench(connector) as one:
+    async with bench(connector, pd={"prefill_grace_s": 0.05}) as one:
         one.prefill[0].faults.set({"hang": True})
         both = connector not in SEQUENTIAL
         for stream in (False, True):
@@ -105,7 +107,7 @@ async def test_when_prefill_s_answer_is_there_and_decode_was_not_told() -> None:
 
 
 async def test_when_prefill_s_answer_is_on_its_way() -> None:
-    """Its worker is told at once, and what it had said by then is heard out: only that names its KV."""
+    """What its worker had said by the time that it is told is heard out: only that names its KV."""
     asked = [False]
 
     async def prefill(request: Received, wire: Wire) -> None:
@@ -114,7 +116,8 @@ async def test_when_prefill_s_answer_is_on_its_way() -> None:
         wire.closed = True
         await prefilled()(request, wire)
 
-    async with Engine(prefill) as p, Engine() as d, scripted([p], [d]) as server:
+    at_once: dict[str, Any] = {"prefill_grace_s": 0}
+    async with Engine(prefill) as p, Engine() as d, scripted([p], [d], pd=at_once) as server:
         client = await Client.connect(server.url)
         await client.send(COMPLETIONS, {"model": "m", "prompt": "x"})
         await until(lambda: asked[0])
@@ -122,6 +125,31 @@ async def test_when_prefill_s_answer_is_on_its_way() -> None:
         await until(lambda: bool(d.received))
         assert d.received[0].json()["kv_transfer_params"] == HANDED
         assert [one.json()["model"] for one in d.received] == ["kvroute-release"] * len(d.received)
+        await until(lambda: not any(one.requests for one in server.registry.members.values()))
+
+
+async def test_a_prefill_that_ends_soon_is_not_cut_off() -> None:
+    """An engine that is told in the step that ends a prefill keeps the KV, and answers nobody."""
+    asked, left = asyncio.Event(), asyncio.Event()
+
+    async def prefill(request: Received, wire: Wire) -> None:
+        asked.set()
+        await left.wait()
+        with pytest.raises(TimeoutError):
+            await wire.eof(within_s=0.2)
+        await prefilled()(request, wire)
+
+    grace = {"prefill_grace_s": HANG_S}
+    async with Engine(prefill) as p, Engine() as d, scripted([p], [d], pd=grace) as server:
+        client = await Client.connect(server.url)
+        await client.send(COMPLETIONS, {"model": "m", "prompt": "x"})
+        await asked.wait()
+        client.abort()
+        await until(lambda: server.metrics.disconnects.value("waiting") == 1)
+        left.set()
+        await until(lambda: bool(d.received))
+        assert d.received[0].json()["kv_transfer_params"] == HANDED
+        assert len(p.received) == 1
         await until(lambda: not any(one.requests for one in server.registry.members.values()))
 
 
