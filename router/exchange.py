@@ -92,6 +92,7 @@ class Exchange:
         self._sending: Sending | None = None
         self._planned: Planned | None = None
         self._split: Split | None = None
+        self._redone = False
         self._cached: CachedTokens | GivingUp | None = None
         self._body = b""
         """Of an answer that was read whole before its head was written."""
@@ -208,9 +209,22 @@ class Exchange:
     def _blame(self, choice: Choice, error: GatewayError) -> None:
         """Whoever failed is not tried again."""
         if not isinstance(error, PrefillFailed):
-            self._tried.append(choice.member)
+            if not self._may_redo(choice):
+                self._tried.append(choice.member)
         elif choice.prefill is not None and not error.is_nobodys:
             self._tried.append(choice.prefill.member)
+
+    def _may_redo(self, choice: Choice) -> bool:
+        """Once: where KV grew too old before its decode worker came to it, and no other one could."""
+        split = self._split
+        if choice.prefill is None or split is None or split.late is None or self._redone:
+            return False
+        tried, parsed = [*self._tried, choice.member], self._parsed
+        try:
+            self._services.registry.eligible(parsed.view.model, monotonic(), tried, parsed.task)
+        except GatewayError:
+            self._redone = True
+        return self._redone
 
     def _end_attempt(self, choice: Choice, status: int | None, failure: str | None, usage: Usage) -> None:
         if self._split is not None and choice.prefill is not None:

@@ -34,7 +34,7 @@ class PdMetrics:
         self.failures = Counter("kvroute_pd_leg_failures", "Legs that failed.", ("leg", "reason"))
         self.expired = Counter(
             "kvroute_pd_expired_leases",
-            "Handoffs not sent, answers not used: KV too old.",
+            "Handoffs not sent, streams not waited for, answers not used: KV too old.",
             ("at",),
         )
         self.releases = Counter(

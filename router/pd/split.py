@@ -90,6 +90,8 @@ class Split:
         self._leg: PrefillLeg | None = None
         self._tasks: tuple[asyncio.Task[Any], ...] = ()
         self._kept: Kept | None = None
+        self.late: Kept | None = None
+        """What a decode worker had not fetched, or not used, when a stream was given up for its age."""
         self._unsent = self._keeps = False
         self._is_told = False
         """The decode worker may have begun to fetch."""
@@ -299,8 +301,18 @@ class Split:
                 and streams
                 and (books.decode_is_short or by_s < NEVER)
             ):
+                self._note_late(by_s)
                 raise GatewayError(Failure.DECODE_TIMEOUT, error.message) from None
             raise
+
+    def _note_late(self, by_s: float) -> None:
+        """It tells the prefill worker itself that it does not fetch; if it does not, the lease soon ends.
+
+        To let the KV go before would leave it nothing to be right by.
+        """
+        if monotonic() >= by_s:
+            self._desk.books.pd_metrics.expired.add("wait")
+            self.late, self._kept = self._kept, None
 
     def _headers(self, own: Leg) -> list[tuple[bytes, bytes]]:
         named = (b"X-Request-Id", self._pair.id.encode("latin-1", "replace"))
@@ -311,17 +323,19 @@ class Split:
         return [*own.headers, named]
 
     async def _check_age(self) -> None:
-        """Of an answer that came when the lease may have been over: whether it can be what it should be."""
-        kept, sending = self._kept, self.sending
-        if kept is None or kept.handoff is None or monotonic() < kept.send_by_s:
-            return
-        if self._connector.is_concurrent:  # whoever pushes KV knows whether it is still there
-            return
-        assert sending is not None
-        connection = sending.connection
+        """Of an answer that came when a lease may have been over: whether it can be what it should be."""
+        kept, late, now_s = self._kept, self.late, monotonic()
+        if kept is None or kept.handoff is None or self._connector.is_concurrent:
+            return  # whoever pushes KV knows whether it is still there
+        assert self.sending is not None
+        connection = self.sending.connection
         assert connection is not None
-        if self._began_in_time(kept, connection):
-            return
+        if now_s >= kept.send_by_s and not self._began_in_time(kept, connection):
+            await self._check_expired(kept, connection)
+        if late is not None and late.pair.decode is self._choice.member and now_s >= late.until_s:
+            await self._check_expired(late, connection)  # of the same prompt: the worker may have come to it
+
+    async def _check_expired(self, kept: Kept, connection: UpstreamConnection) -> None:
         connection.pause()  # nobody takes what comes meanwhile
         expired = await self._expired_there(kept.pair.prefill)
         connection.resume()
