@@ -246,10 +246,10 @@ class PrefixIndex:
                 packed = self._packed_of(keys)
                 places.put_confirmed(self.blocks.match(packed), block_tokens, matches)
                 self._recent.expire()
-                for worker_id, blocks in self._recent.match(packed):
-                    tokens = blocks * block_tokens
-                    if tokens > predicted.get(worker_id, 0):
-                        predicted[worker_id] = tokens
+                sent = self._recent.match(packed, block_tokens)
+                if predicted:  # of other block sizes: the longest counts
+                    sent = {id_: max(tokens, predicted.get(id_, 0)) for id_, tokens in sent.items()}
+                predicted |= sent
             if self._routed.entries:
                 routed = self._routed.match(keys.keys, worker_ids)
                 for worker_id, blocks in zip(worker_ids, routed, strict=True):

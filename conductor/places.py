@@ -32,20 +32,19 @@ class Places:
     def put_confirmed(self, rows: Iterable[Match], block_tokens: int, matches: list[PrefixMatch]) -> None:
         """Of several ranks the best counts. Equal rows share one object: there may be hundreds."""
         slots, ranks = self.slots.get(block_tokens, {}), self.ranks
-        shared: dict[tuple[int, ...], PrefixMatch] = {}
-        for row in rows:
-            slot = row[0]
+        shared: dict[tuple[int, ...] | int, PrefixMatch] = {}
+        for slot, gpu, _, _, gpu_cpu, known, probable in rows:
             at = slots.get(slot)
             if at is None:
                 continue
-            counts = row[1:]
+            # Nothing beyond the GPU's: a number instead of a tuple, which takes half the time.
+            counts = gpu if gpu == probable else (gpu, gpu_cpu, known, probable)
             match = shared.get(counts)
             if match is None:
-                _, gpu, _, _, gpu_cpu, known, probable = row
                 match = shared[counts] = PrefixMatch(
                     probable * block_tokens, gpu * block_tokens, gpu_cpu * block_tokens, known * block_tokens
                 )
-            if slot in ranks:
+            if ranks and slot in ranks:
                 other = matches[at]
                 if (match.tokens, match.gpu_tokens) <= (other.tokens, other.gpu_tokens):
                     continue

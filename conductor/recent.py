@@ -63,10 +63,10 @@ class RecentPredictions:
         self._queue.append(_Prediction(self._clock() + self.lifetime_s, sender, keys))
         self._queued_bytes += PREDICTION_BYTES + len(keys)
 
-    def match(self, keys: bytes) -> list[tuple[str, int]]:
-        """(worker id, contiguous blocks from the first) of each worker that was sent the first."""
+    def match(self, keys: bytes, block_tokens: int) -> dict[str, int]:
+        """Contiguous tokens from the first block, by worker id: of each worker that was sent that block."""
         names = self._names
-        return [(names[row[0]], row[1]) for row in self._blocks.match(keys)]
+        return {names[row[0]]: row[1] * block_tokens for row in self._blocks.match(keys)}
 
     def forget(self, worker_id: str) -> None:
         """Nothing that was sent to this worker so far counts any more. Constant time."""

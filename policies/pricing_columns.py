@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import compress
 from math import inf
-from operator import attrgetter, ne
+from operator import ne
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -37,8 +37,6 @@ MAX_FLEETS = 8
 """Whose columns are kept: one for each model asked for in turn."""
 
 Value = TypeVar("Value", float, Floats)
-_version = attrgetter("version")
-_tokens, _gpu_tokens = attrgetter("tokens"), attrgetter("gpu_tokens")
 
 
 class _Row(NamedTuple, Generic[Value]):
@@ -242,7 +240,7 @@ class _Columns:
         """(cached tokens, seconds of the load); None where nobody has anything to load."""
         if not matches:
             return np.zeros(len(self._loads)), None
-        tokens, gpu_tokens = list(map(_tokens, matches)), list(map(_gpu_tokens, matches))
+        tokens, gpu_tokens = [one.tokens for one in matches], [one.gpu_tokens for one in matches]
         cached = np.array(gpu_tokens, np.float64)
         np.minimum(cached, max(prompt_tokens - 1, 0), out=cached)
         if tokens == gpu_tokens:
@@ -255,7 +253,7 @@ class _Columns:
     def _refresh(self) -> None:
         """Rows of workers that have changed, by the versions of their books and paces."""
         loads, paces = self._loads, self._paces
-        load_versions, pace_versions = list(map(_version, loads)), list(map(_version, paces))
+        load_versions, pace_versions = [one.version for one in loads], [one.version for one in paces]
         for now, then in ((load_versions, self._load_versions), (pace_versions, self._pace_versions)):
             if now != then:
                 for at in compress(range(len(now)), map(ne, now, then)):
