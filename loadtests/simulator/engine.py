@@ -111,6 +111,7 @@ class SimulatedEngine:
         assert step is not None
         self.gaps.add(self.scheduler.longest_s(step))
         outcome = self.scheduler.complete(step)
+        self._set_end(None)  # the next may end at this very moment, when all it does is wait for what is here
         self._start(now_s)
         return step, outcome
 

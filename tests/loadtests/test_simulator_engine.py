@@ -10,7 +10,7 @@ from kvroute.loadtests.mock_engine.block_cache import BlockCache
 from kvroute.loadtests.mock_engine.rows import row_s
 from kvroute.loadtests.mock_engine.scheduler import Scheduler
 from kvroute.loadtests.mock_engine.sequences import Sequence
-from kvroute.loadtests.mock_engine.steps import StepTimes
+from kvroute.loadtests.mock_engine.steps import Step, StepTimes
 from kvroute.loadtests.simulator.engine import Gaps, SimulatedEngine
 from kvroute.loadtests.simulator.mini import MiniScheduler, MiniTimes
 from kvroute.policies.costs.speeds import PRESETS
@@ -155,3 +155,18 @@ def test_the_longest_step_since_any_other() -> None:
         since = source.randrange(len(steps) + 1)
         assert gaps.longest_s(since) == max(steps[since:], default=0.0)
     assert gaps.steps == 300
+
+
+def test_a_step_that_ends_as_it_begins_is_a_turn_of_its_own() -> None:
+    """Whoever drives the engine would wait for ever for its end, as after a pull that came while it ran."""
+
+    class Instant(Scheduler):
+        def step(self, in_a_row: bool = False) -> Step | None:
+            return Step()
+
+    engine = SimulatedEngine(Instant(BlockCache(10), SPEED, BLOCK))
+    engine.wake(1.0)
+    turn = engine.turn
+    engine.complete(1.0)
+    assert engine.ends_s == 1.0
+    assert engine.turn != turn
