@@ -98,7 +98,7 @@ def simulate(log: EngineLog, setting: Setting) -> list[Measured]:
             f"setting: one worker with blocks of {log.block_tokens} tokens is expected, "
             f"got {setting.workers} with {setting.block_tokens}"
         )
-    return Simulation(setting, make_policy("round_robin", {})).measure(log.requests)
+    return list(Simulation(setting, make_policy("round_robin", {})).measure(log.requests))
 
 
 def _times(measured: Sequence[Measured]) -> Floats:

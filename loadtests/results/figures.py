@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvroute.loadtests.results.little import NotClaimed, little
 from kvroute.loadtests.results.load import peak_to_mean
 from kvroute.loadtests.results.measured import Limits, Measured
+from kvroute.loadtests.results.packed import those
 
 TIERS = ("gpu", "cpu", "disk", "peer")
 SHARES = (0.5, 0.9, 0.99)
@@ -121,7 +122,7 @@ def figures(counted: Sequence[Measured], facts: Facts, limits: Limits, times: La
     """
     if not counted:
         raise ValueError("no request counts; there must be more than the warm-up takes")
-    served = [one for one in counted if one.failure is None]
+    served = those(counted, lambda one: one.failure is None)
     offered = len(counted)
     rejected = sum(one.rejected for one in counted)
     made = {

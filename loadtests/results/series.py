@@ -10,6 +10,7 @@ import numpy as np
 from kvroute.loadtests.results.figures import Facts, Latencies, Ranked
 from kvroute.loadtests.results.load import inside, workers_of
 from kvroute.loadtests.results.measured import Measured
+from kvroute.loadtests.results.packed import those
 from kvroute.loadtests.results.rows import Gantt, Load, Series, Span
 
 MOMENTS = 200
@@ -24,7 +25,7 @@ def series(
     measured: Sequence[Measured], counted: Sequence[Measured], facts: Facts, times: Latencies
 ) -> Series:
     """Curves of a run: load over all of it, the rest of those that count."""
-    served = [one for one in measured if one.failure is None and one.end_s is not None]
+    served = those(measured, lambda one: one.failure is None and one.end_s is not None)
     load = _load(served, facts)
     return Series(
         _quantiles(times.ttft), _quantiles(times.itl), load, _gantt(served, load), _predicted(counted)

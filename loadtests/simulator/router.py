@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class _Members(Struct, frozen=True):
-    """The workers that may take a request, those that prefill first; parallel but for the last."""
+    """The workers that may take a request, those that prefill first; parallel but for the last two."""
 
     at: Sequence[int]
     workers: Sequence[Worker]
@@ -50,6 +50,8 @@ class _Members(Struct, frozen=True):
     paces: Sequence[Pace]
     ids: Sequence[str]
     prefillers: int
+    places: Mapping[str, int]
+    """By id: place in the sequences."""
 
 
 class Router(Generic[T]):
@@ -101,6 +103,11 @@ class Router(Generic[T]):
     def held(self) -> int:
         """Requests that wait for a worker."""
         return len(self._queue)
+
+    @property
+    def looks(self) -> int:
+        """How many of them `pump` looks at."""
+        return min(len(self._queue), self._queue.look)
 
     def arrive(self, ask: Ask[T]) -> Answer | Ticket[Ask[T]]:
         """A new request: its answer, or its place in the queue, in which case `pump` is due."""
@@ -180,9 +187,9 @@ class Router(Generic[T]):
         if not isinstance(decision, Decision):
             return decision
         workers, candidate = fleet.workers, decision.candidate
-        at = next(i for i, worker in enumerate(workers) if worker is candidate.prefill)
+        at = members.places[candidate.prefill.id]
         if self._chooses_pairs:
-            decode_at = next(i for i, worker in enumerate(workers) if worker is candidate.decode)
+            decode_at = members.places[candidate.decode.id]
         elif not self._is_apart:
             decode_at = at
         else:
@@ -195,13 +202,15 @@ class Router(Generic[T]):
         """Tuples for the standing fleet, by whose identity much is kept; lists for a retry's."""
         as_many: type[tuple[Any, ...]] | type[list[Any]] = list if tried else tuple
         everyone = [i for i, usable in enumerate(self._is_usable) if usable and i not in tried]
+        ids = as_many([self.workers[i].id for i in everyone])
         return _Members(
             everyone,
             as_many([self.workers[i] for i in everyone]),
             as_many([self.loads[i] for i in everyone]),
             as_many([self.paces[i] for i in everyone]),
-            as_many([self.workers[i].id for i in everyone]),
+            ids,
             sum([self.workers[i].role is not Role.DECODE for i in everyone]),
+            {id_: place for place, id_ in enumerate(ids)},
         )
 
     def _fleet(
@@ -225,7 +234,7 @@ class Router(Generic[T]):
             paces=members.paces,
             output_tokens=self.lengths.expect(ask.view.model, ask.view.tenant, ask.view.max_output_tokens),
             arrivals_per_s=self._arrivals.per_s(now_s) / members.prefillers,
-            promised_s=[promised_s.get(id_, 0.0) for id_ in ids] if promised_s else (),
+            promised_s=_parallel(promised_s, members) if promised_s else (),
             may_hold=promised_s is not None,
             pd_links=self._pd_links,
             peer_link=self._peer_link,
@@ -268,3 +277,13 @@ class Router(Generic[T]):
             expected,
             fleet.now_s,
         )
+
+
+def _parallel(promised_s: Mapping[str, float], members: _Members) -> list[float]:
+    """To the workers: few of a large fleet are promised anything."""
+    every_s = [0.0] * len(members.ids)
+    for id_, seconds in promised_s.items():
+        place = members.places.get(id_)
+        if place is not None:
+            every_s[place] = seconds
+    return every_s

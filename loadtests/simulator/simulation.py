@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvroute.conductor.index import PrefixIndex
 from kvroute.config_groups import Retry
-from kvroute.loadtests.results.measured import Measured
+from kvroute.loadtests.results.packed import PackedRequests
 from kvroute.loadtests.simulator.engine import SimulatedEngine
 from kvroute.loadtests.simulator.fleet import EngineFleet
+from kvroute.loadtests.simulator.held import HeldRequests
 from kvroute.loadtests.simulator.loop import EventLoop
 from kvroute.loadtests.simulator.placing import NOBODY, Answer, Ask, Served
 from kvroute.loadtests.simulator.requests import Attempt, Record
@@ -43,7 +44,7 @@ class Simulation:
         """Failed attempts that were not retried, by the gateway's rules."""
         self._retry = Retry()
         self._retry_budget = RetryBudget(self._retry)
-        self._pumps = 0
+        self._held = HeldRequests(setting, self.router, self._loop, self._answered)
         self._begun = 0
         self._is_expecting = False
         self._begins: Callable[[Record], None] = _nothing
@@ -97,25 +98,24 @@ class Simulation:
         self._run(arrivals, records.append, _nothing)
         return records
 
-    def measure(self, arrivals: Iterable[Arrival]) -> list[Measured]:
+    def measure(self, arrivals: Iterable[Arrival]) -> PackedRequests:
         """The same, and no more is kept of a request that has ended than what a client would have measured.
 
         Arrivals are taken as they come. RuntimeError when a request never ended: figures without it would be
         too good.
         """
-        measured: list[Measured | None] = []
+        measured = PackedRequests()
 
         def begun(_: Record) -> None:
-            measured.append(None)
+            measured.expect()
 
         def ended(record: Record) -> None:
-            measured[record.number] = record.measured(self.names, self.setting.token_overhead_s)
+            measured.put(record.number, record.measured(self.names, self.setting.token_overhead_s))
 
         self._run(arrivals, begun, ended)
-        made = [one for one in measured if one is not None]
-        if len(made) < len(measured):
-            raise RuntimeError(f"{len(measured) - len(made)} of {len(measured)} requests never ended")
-        return made
+        if measured.missing:
+            raise RuntimeError(f"{measured.missing} of {len(measured)} requests never ended")
+        return measured
 
     def check_integrity(self) -> None:
         """Raise unless everything is back where it began: for tests, after `run`."""
@@ -170,8 +170,7 @@ class Simulation:
         for ask in together:
             answer = self.router.arrive(ask)
             if isinstance(answer, Ticket):
-                self._loop.after(self.setting.hold_limit_s, self._expire, answer)
-                self.freed()
+                self._held.add(answer)
             else:
                 self._answered(ask, answer)
 
@@ -183,11 +182,6 @@ class Simulation:
         self._retry_budget.request()
         return Ask(record, arrival.view, arrival.keys, self.now_s)
 
-    def _expire(self, ticket: Ticket[Ask[Record]]) -> None:
-        record = ticket.item.item
-        if record.placed_s is None and not record.is_over:
-            self._answered(ticket.item, self.router.expire(ticket))
-
     def _read_metrics(self) -> None:
         """The router's regular look at what engines say of themselves, until the last request has left."""
         for engine, load in zip(self.engines, self.router.loads, strict=True):
@@ -195,10 +189,6 @@ class Simulation:
         if self._loop.is_due and (self._loop.inside or self._is_expecting):
             assert self.setting.metrics_s is not None
             self._loop.after(self.setting.metrics_s, self._read_metrics)
-
-    def _sweep(self, pumps: int) -> None:
-        if pumps == self._pumps:
-            self.freed()
 
     def _answered(self, ask: Ask[Record], answer: Answer, tried: tuple[int, ...] = ()) -> None:
         record = ask.item
@@ -248,11 +238,7 @@ class Simulation:
 
     def freed(self) -> None:
         """Held requests are asked about again."""
-        for ask, answer in self.router.pump():
-            self._answered(ask, answer)
-        if self.setting.sweep_s is not None and self.router.held:
-            self._pumps += 1
-            self._loop.after(self.setting.sweep_s, self._sweep, self._pumps)
+        self._held.freed()
 
     # --- failures --------------------------------------------------------------------------------
 
