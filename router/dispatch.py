@@ -356,7 +356,7 @@ class Dispatcher:
         if not is_sound(decision, fleet):
             log.error("policy chose no eligible worker", policy=name, decision=type(decision).__name__)
             return self._fall_back(fleet, "bad_choice")
-        if decision.candidate.decode.role is Role.PREFILL:
+        if fleet.pd_links is not None and decision.candidate.decode.role is Role.PREFILL:
             decision = self._pair(fleet, decision)
         if decision.pull is not None and self._peer_link is None:
             self._metrics.fallbacks.add(name, "no_pull")

@@ -43,8 +43,8 @@ XARGS = "vllm_xargs"
 NESTED = frozenset({"kv_transfer_params", "ec_transfer_params"})
 """vLLM takes what is in `vllm_xargs` for arguments of its own, these among them."""
 RANK_HEADERS = frozenset({b"x-data-parallel-rank"})
-PASSING_ON = (State.READY, State.SPOILT)
-"""A request that is refused looks into no cache."""
+PASSING_ON = (State.READY, State.SPOILT, State.DRAINING, State.UNHEALTHY)
+"""A request that is refused looks into no cache, and is not one more to be finished."""
 
 
 class Pd:
@@ -233,7 +233,13 @@ class Pd:
         able = [one for one in self.books.registry.members.values() if one.state in PASSING_ON]
         others = [one for one in able if one.worker.role is not Role.PREFILL and one is not prefill]
         shaken = self._shaken
-        others.sort(key=lambda one: ((prefill.worker.id, one.worker.id) not in shaken, one is not decode))
+        others.sort(
+            key=lambda one: (
+                one.state is not State.READY,
+                (prefill.worker.id, one.worker.id) not in shaken,
+                one is not decode,
+            )
+        )
         return others
 
 
