@@ -25,7 +25,8 @@ class Policy(Protocol):
 
     Where requests can be split, `chooses_pairs = True` shows a policy all workers and the links between them
     (`fleet.pd_links`), and its candidate names both. Others are shown the prefill workers alone, and the
-    decode worker is the one with the fewest KV tokens promised.
+    decode worker is the one with the fewest KV tokens promised; in the simulator, where the policy has a
+    `choose_decode(request, fleet)`, that is asked for the index of one, out of a fleet of decode workers.
 
     `short_first = True` has requests that come in the same turn of the event loop decided on together, those
     with the shorter prompts before the others: a burst finds the workers free for what keeps them least.

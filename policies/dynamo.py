@@ -12,7 +12,7 @@ from pydantic import Field
 
 from kvroute.load import WorkerLoad
 from kvroute.policies.reading import DEFAULT_BLOCK_TOKENS, matched_tokens, reason_of
-from kvroute.types import Decision, Fleet, RequestView
+from kvroute.types import Decision, Fleet, RequestView, Role
 
 
 class Dynamo:
@@ -25,6 +25,10 @@ class Dynamo:
 
     Source: `DefaultWorkerSelector` and `ActiveSequences` of ai-dynamo/dynamo, lib/kv-router at 07a6c9c
     (2026), with overlap credit 1 and no decay, temperature 0, no output blocks tracked.
+
+    Where prefill and decode are apart, memory does not count among those that only prefill, and who decodes
+    is the one with the fewest blocks of prompts decoding, whatever they share (`derive_prefill_router_config`
+    and `derive_decode_router_config` of lib/mocker).
 
     Options: `prefill_load_scale`, s (1; tuned values are 8 and 32); `seed` of the draws.
 
@@ -53,8 +57,10 @@ class Dynamo:
         prompt, loads = request.prompt_tokens, fleet.loads
         matched = matched_tokens(request, fleet)
         block = fleet.block_tokens or DEFAULT_BLOCK_TOKENS
-        if fleet.block_tokens:
-            in_use: list[float] = _unions(loads, fleet.keys)
+        if fleet.workers[0].role is Role.PREFILL:
+            in_use: list[float] = [0.0] * len(loads)
+        elif fleet.block_tokens:
+            in_use = _unions(loads, fleet.keys)
         else:
             in_use = [
                 (load.kv_tokens + prompt - held) / block for load, held in zip(loads, matched, strict=True)
@@ -65,12 +71,20 @@ class Dynamo:
             scale * (load.pending_prefill_tokens + prompt - held) / block + blocks
             for load, held, blocks in zip(loads, matched, in_use, strict=True)
         ]
+        at = self._least(costs)
+        return Decision.whole(fleet.workers[at], reason_of(matched, at), matched[at])
+
+    def choose_decode(self, request: RequestView, fleet: Fleet) -> int:
+        """Index of the decode worker."""
+        return self._least([load.context_tokens - load.growth_tokens for load in fleet.loads])
+
+    def _least(self, costs: Sequence[float]) -> int:
         lowest = min(costs)
         at = costs.index(lowest)
         if costs.count(lowest) > 1:
             ties = [i for i, cost in enumerate(costs) if cost == lowest]
             at = ties[int(self._random() * len(ties))]
-        return Decision.whole(fleet.workers[at], reason_of(matched, at), matched[at])
+        return at
 
 
 def _unions(loads: Sequence[WorkerLoad], keys: Sequence[int]) -> list[float]:

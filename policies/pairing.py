@@ -79,13 +79,23 @@ def prefillers(fleet: Fleet) -> Fleet:
     For policies that choose no pairs. They come first.
     """
     count = sum(worker.role is not Role.DECODE for worker in fleet.workers)
+    return _part(fleet, slice(count))
+
+
+def decoders(fleet: Fleet) -> Fleet:
+    """The others, those that only decode."""
+    count = sum(worker.role is not Role.DECODE for worker in fleet.workers)
+    return _part(fleet, slice(count, None))
+
+
+def _part(fleet: Fleet, which: slice) -> Fleet:
     return replace(
         fleet,
-        workers=fleet.workers[:count],
-        loads=fleet.loads[:count],
-        matches=fleet.matches[:count],
-        held_blocks=fleet.held_blocks[:count],
-        paces=fleet.paces[:count],
-        promised_s=fleet.promised_s[:count],
+        workers=fleet.workers[which],
+        loads=fleet.loads[which],
+        matches=fleet.matches[which],
+        held_blocks=fleet.held_blocks[which],
+        paces=fleet.paces[which],
+        promised_s=fleet.promised_s[which],
         pd_links=None,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from heapq import nlargest
 from typing import ClassVar
 
-from kvroute.types import Decision, Fleet, RequestView
+from kvroute.types import Decision, Fleet, RequestView, Worker
 
 REMEMBERED = 4096
 """Workers whose last turn is kept; far more than a fleet, so only departed ones are ever forgotten."""
@@ -35,10 +35,17 @@ class RoundRobin:
         self._last_turn: dict[str, int] = {}
 
     def decide(self, request: RequestView, fleet: Fleet) -> Decision:
+        return Decision.whole(self._next(fleet), "turn")
+
+    def choose_decode(self, request: RequestView, fleet: Fleet) -> int:
+        """Index of the decode worker: they take turns of their own."""
+        return fleet.workers.index(self._next(fleet))
+
+    def _next(self, fleet: Fleet) -> Worker:
         last_turn = self._last_turn.get
         worker = min(fleet.workers, key=lambda w: last_turn(w.id, 0))
         self._turn += 1
         self._last_turn[worker.id] = self._turn
         if len(self._last_turn) > 2 * REMEMBERED:
             self._last_turn = dict(nlargest(REMEMBERED, self._last_turn.items(), key=lambda item: item[1]))
-        return Decision.whole(worker, "turn")
+        return worker

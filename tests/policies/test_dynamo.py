@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from random import Random
 
@@ -8,7 +9,7 @@ from msgspec.structs import replace
 
 from kvroute.policies.dynamo import Dynamo
 from kvroute.policies.registry import PolicyError, make_policy
-from kvroute.types import Fleet, RequestView
+from kvroute.types import Fleet, RequestView, Role
 
 from .books import Book, books, chosen
 from .fleets import fleet
@@ -154,3 +155,26 @@ def test_random_fleets_agree_with_the_formula_written_out() -> None:
 def test_wrong_options_are_named(wrong: dict[str, object]) -> None:
     with pytest.raises(PolicyError, match=f"'dynamo', option '{next(iter(wrong))}'"):
         make_policy("dynamo", wrong)
+
+
+def _as(role: Role, crowd: Fleet) -> Fleet:
+    return replace(crowd, workers=[dataclasses.replace(worker, role=role) for worker in crowd.workers])
+
+
+def test_memory_does_not_count_where_workers_only_prefill() -> None:
+    """The same fleet as above, where 20 blocks in use against 12 made b the cheaper."""
+    crowd = _with_keys(
+        books(Book(cached=6 * BLOCK), Book()), KEYS[:6] + list(range(200, 210)), list(range(300, 302))
+    )
+    assert chosen(_dynamo().decide(PROMPT, crowd)) == ("b", "moved")
+    assert chosen(_dynamo().decide(PROMPT, _as(Role.PREFILL, crowd))) == ("a", "cached")
+
+
+def test_who_decodes_has_the_fewest_prompt_tokens_decoding() -> None:
+    """a: 900 tokens and an answer of 10 expected; b: 850 and one of 500. Ties are drawn."""
+    crowd = _as(Role.DECODE, fleet(0, 0))
+    for load, prompt, output in zip(crowd.loads, (900, 850), (10.0, 500.0), strict=True):
+        load.charge(0.0, prompt_tokens=prompt, output_tokens=output).first_byte(0.0)
+    assert _dynamo().choose_decode(PROMPT, crowd) == 1
+    crowd.loads[1].charge(0.0, prompt_tokens=50).first_byte(0.0)
+    assert {_dynamo(seed=seed).choose_decode(PROMPT, crowd) for seed in range(20)} == {0, 1}

@@ -46,3 +46,13 @@ def test_departed_workers_are_forgotten() -> None:
         worker = Worker(id=f"w#{number}", url="http://w:1")
         policy.decide(REQUEST, Fleet(0.0, [worker], [WorkerLoad()]))
     assert len(policy._last_turn) <= 2 * REMEMBERED
+
+
+def test_who_decodes_takes_turns_of_its_own() -> None:
+    policy = RoundRobin(RoundRobin.Options())
+    prefill, decode = fleet(0, 0, 0), fleet(0, 0, names="xy")
+    taken = []
+    for _ in range(4):
+        policy.decide(REQUEST, prefill)
+        taken.append(policy.choose_decode(REQUEST, decode))
+    assert taken == [0, 1, 0, 1]
