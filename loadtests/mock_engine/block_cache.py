@@ -80,6 +80,11 @@ class BlockCache:
         by the order of releases.
         """
 
+    def fits(self, keys: Sequence[int], blocks: int) -> bool:
+        """Whether so many could be taken beside these resident ones; changes nothing."""
+        short = blocks - self.free_blocks
+        return short <= 0 or short <= self.idle_blocks - sum([not self._refs[key] for key in keys])
+
     def allocate(self, blocks: int) -> bool:
         """Take private blocks, evicting idle ones as needed; False, and no change, when there are too few."""
         short = blocks - self.free_blocks

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from typing import ClassVar
 
 from kvroute.conductor.tiers.stack import TierStack
 from kvroute.loadtests.mock_engine.block_cache import BlockCache
@@ -20,6 +21,9 @@ from kvroute.loadtests.mock_engine.steps import Outcome, Step, StepTimes, Stored
 
 class Scheduler:
     """Chunked prefill, prefix sharing, decode growth and recompute preemption over one block cache."""
+
+    reserves: ClassVar[bool] = False
+    """Whether room for remote prompts is given, and that of handed over ones freed, between two steps."""
 
     def __init__(
         self,
@@ -110,7 +114,7 @@ class Scheduler:
         `add` or `abort` meanwhile, `cut` the row first.
         """
         step = Step()
-        context = self._schedule_decodes(step)
+        step.context_tokens = self._schedule_decodes(step)
         budget = self._max_batched_tokens - len(step.decodes)
         budget = self._schedule_prefills(step, budget)
         if not step.preempted or not (step.prefills or step.decodes):
@@ -121,12 +125,11 @@ class Scheduler:
             step.duration_s = self.loading.next_s
             return step
         if not step.prefills:
-            step.context_tokens = context
             if in_a_row:
                 step.count = self._repeats(step)
-            step.duration_s = row_s(self._speed, step.count, len(step.decodes), context)
+            step.duration_s = row_s(self._speed, step.count, len(step.decodes), step.context_tokens)
             return step
-        step.duration_s = self._mixed_s(step, context)
+        step.duration_s = self._mixed_s(step)
         return step
 
     def cut(self, step: Step, elapsed_s: float) -> None:
@@ -145,6 +148,12 @@ class Scheduler:
             return step.duration_s
         return longest_s(self._speed, step.count, len(step.decodes), step.context_tokens)
 
+    def reserve(self) -> bool:
+        """Give room to a remote prompt between two steps; whether there was any: never, as in vLLM, where a
+        step gives it.
+        """
+        return False
+
     def take_fetches(self) -> Iterable[Sequence]:
         """Remote sequences that were given room since the last call: their KV can come."""
         if not self._fetches:
@@ -158,7 +167,7 @@ class Scheduler:
         """
         outcome = Outcome()
         self.receiving.remove(sequence)
-        sequence.remote = False
+        sequence.remote, sequence.received = False, True
         sequence.phase = Phase.DECODING
         sequence.computed_tokens = sequence.prompt_tokens - 1
         self.decoding.append(sequence)
@@ -280,11 +289,11 @@ class Scheduler:
             index += 1
         return context
 
-    def _mixed_s(self, step: Step, context: int) -> float:
-        """Seconds of a step with prefills; `context` is what its decodes attend to."""
+    def _mixed_s(self, step: Step) -> float:
+        """Seconds of a step with prefills."""
         attention = sum([n * (sequence.computed_tokens + n / 2) for sequence, n in step.prefills])
         tokens = sum([n for _, n in step.prefills])
-        return self._speed.step_s(tokens, attention, len(step.decodes), context)
+        return self._speed.step_s(tokens, attention, len(step.decodes), step.context_tokens)
 
     def _repeats(self, step: Step) -> int:
         """How many steps in a row are like this one, which only decodes."""
@@ -332,20 +341,27 @@ class Scheduler:
 
     def _admit(self, step: Step, budget: int) -> None:
         while self.waiting and budget > 0 and self.running < self._max_sequences:
-            sequence = self.waiting[0]
-            if not self._take_room(sequence, sequence.prompt_tokens if sequence.remote else None, budget):
+            tokens = self._admit_first(step, budget)
+            if tokens is None:
                 return
-            self.waiting.popleft()
-            if sequence.remote:
-                self._await(sequence)
-                continue
-            if self._load(sequence):
-                continue
-            sequence.phase = Phase.PREFILLING
-            self.prefilling.append(sequence)
-            tokens = min(sequence.known_tokens - sequence.computed_tokens, budget)
-            step.prefills.append((sequence, tokens))
             budget -= tokens
+
+    def _admit_first(self, step: Step, budget: int) -> int | None:
+        """The first that waits: tokens of its chunk in the step; None, and no change, without room."""
+        sequence = self.waiting[0]
+        if not self._take_room(sequence, sequence.prompt_tokens if sequence.remote else None, budget):
+            return None
+        self.waiting.popleft()
+        if sequence.remote:
+            self._await(sequence)
+            return 0
+        if self._load(sequence):
+            return 0
+        sequence.phase = Phase.PREFILLING
+        self.prefilling.append(sequence)
+        tokens = min(sequence.known_tokens - sequence.computed_tokens, budget)
+        step.prefills.append((sequence, tokens))
+        return tokens
 
     def _await(self, sequence: Sequence) -> None:
         """A remote sequence has room: its KV may come."""

@@ -41,6 +41,8 @@ class Sequence:
     after a preemption it is computed like any other."""
     hold: bool = False
     """Its KV stays after its end, until `Scheduler.let_go`."""
+    received: bool = False
+    """Its prompt's KV came from a prefill worker."""
     phase: Phase = Phase.NEW
     cached_tokens: int | None = None
     """Prompt tokens found in the GPU or below it at first admission; None before."""

@@ -79,9 +79,16 @@ class SimulatedEngine:
         self._cut(now_s)
         self.scheduler.abort(sequence)
 
+    def let_go(self, sequence: Sequence, now_s: float) -> None:
+        """Free the KV of one whose prompt was prefilled here for another engine, or do not hold it at all."""
+        self._cut(now_s)
+        self.scheduler.let_go(sequence)
+
     def fail(self) -> list[Sequence]:
         """Gone with all it held: whom it had, in order. It takes nothing until `is_up` again."""
         scheduler = self.scheduler
+        for sequence in list(scheduler.held):
+            scheduler.let_go(sequence)
         lost = [
             *scheduler.decoding,
             *scheduler.prefilling,
@@ -105,15 +112,14 @@ class SimulatedEngine:
         if self.step is None:
             self._start(now_s)
 
-    def complete(self, now_s: float) -> tuple[Step, Outcome]:
-        """The step in progress is over: what it was, what came of it; the next has begun."""
+    def complete(self) -> tuple[Step, Outcome]:
+        """The step in progress is over: what it was, what came of it. `wake` is due, to begin the next."""
         step = self.step
         assert step is not None
         self.gaps.add(self.scheduler.longest_s(step))
-        outcome = self.scheduler.complete(step)
+        self.step = None
         self._set_end(None)  # the next may end at this very moment, when all it does is wait for what is here
-        self._start(now_s)
-        return step, outcome
+        return step, self.scheduler.complete(step)
 
     def _cut(self, now_s: float) -> None:
         """A row in progress ends with its step in progress, and a wait for a load at once."""

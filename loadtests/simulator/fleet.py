@@ -118,7 +118,8 @@ class EngineFleet:
         arrival, placement = attempt.record.arrival, attempt.placement
         tokens, output = arrival.view.prompt_tokens, arrival.output_tokens
         if placement.is_split:
-            sequence = EngineSequence("", tokens, 1, arrival.keys.keys, attempt)
+            sequence = EngineSequence("", tokens, 1, arrival.keys.keys, attempt, hold=True)
+            attempt.held = sequence
         else:
             sequence = EngineSequence("", tokens, output, self._all_keys(arrival), attempt)
         self._give(placement.prefill, sequence)
@@ -161,9 +162,17 @@ class EngineFleet:
         engine = self.engines[worker]
         turn = engine.turn
         if engine.is_up and engine.step is None:
-            engine.wake(self._loop.now_s)
-            self._began(worker, engine.step)
+            self._begin(worker)
         self._follow(worker, turn)
+
+    def _begin(self, worker: int) -> None:
+        """An engine's next step, once those have room who are given it between two steps."""
+        engine = self.engines[worker]
+        while engine.scheduler.reserve():
+            for sequence in engine.scheduler.take_fetches():
+                self._fetch(sequence, joins=True)
+        engine.wake(self._loop.now_s)
+        self._began(worker, engine.step)
 
     def _all_keys(self, arrival: Arrival) -> Sequence[int]:
         """Those of the prompt, and where output stays, keys that nobody else has for the blocks it fills."""
@@ -179,7 +188,8 @@ class EngineFleet:
         """Be there when the engine's step ends, if that is another time than at `turn`."""
         engine = self.engines[worker]
         if engine.turn != turn and engine.ends_s is not None:
-            self._loop.at(engine.ends_s, self._step_ended, worker, engine.turn)
+            # Many prompts that come at one moment are computed in steps that end at one moment.
+            self._loop.turn_at(engine.ends_s, worker, self._step_ended, worker, engine.turn)
 
     def _began(self, worker: int, step: Step | None) -> None:
         """An engine has decided what it does next."""
@@ -197,10 +207,12 @@ class EngineFleet:
         engine = self.engines[worker]
         if engine.turn != turn:
             return
-        step, outcome = engine.complete(self._loop.now_s)
-        self._began(worker, engine.step)
-        self._follow(worker, turn)
+        step, outcome = engine.complete()
         self.feed.tell(worker, outcome)
+        is_first = not (engine.scheduler.reserves and any([one.hold for one in outcome.finished]))
+        if is_first:
+            self._begin(worker)
+            self._follow(worker, turn)
         for sequence in outcome.firsts:
             self._first_token(worker, sequence)
         for sequence, _ in step.prefills:
@@ -209,6 +221,8 @@ class EngineFleet:
             self._finished(worker, sequence)
         if outcome.firsts or outcome.finished:
             self._listener.freed()
+        if not is_first:
+            self._loop.at(self._loop.now_s, self._wake, worker)
 
     def _first_token(self, worker: int, sequence: EngineSequence) -> None:
         attempt: Attempt = sequence.payload
@@ -243,8 +257,10 @@ class EngineFleet:
 
     # --- handoff ---------------------------------------------------------------------------------
 
-    def _fetch(self, sequence: EngineSequence) -> None:
-        """There is room for a prompt that was prefilled elsewhere: what is not here already can come."""
+    def _fetch(self, sequence: EngineSequence, joins: bool = False) -> None:
+        """There is room for a prompt that was prefilled elsewhere: what is not here already can come. What
+        takes no time `joins` the step that is about to begin.
+        """
         attempt: Attempt = sequence.payload
         placement = attempt.placement
         source = self.engines[placement.prefill]
@@ -253,7 +269,10 @@ class EngineFleet:
             return
         tokens = sequence.prompt_tokens - sequence.resident_blocks * self._setting.block_tokens
         there_s = self.handoffs.send(placement.prefill, placement.decode, tokens, self._loop.now_s)
-        self._loop.at(there_s, self._receive, sequence)
+        if joins and there_s == self._loop.now_s:
+            self._receive(sequence)
+        else:
+            self._loop.at(there_s, self._receive, sequence)
 
     def _receive(self, sequence: EngineSequence) -> None:
         attempt: Attempt = sequence.payload
@@ -263,6 +282,18 @@ class EngineFleet:
         engine = self.engines[worker]
         turn = engine.turn
         self.feed.tell(worker, engine.receive(sequence, self._loop.now_s))
+        self._attend(worker, turn)
+        self.let_go(attempt)
+
+    def let_go(self, attempt: Attempt) -> None:
+        """The KV of a prompt prefilled for another worker has left, or is not to."""
+        held, worker = attempt.held, attempt.placement.prefill
+        engine = self.engines[worker]
+        if held is None or engine.life != attempt.life:
+            return
+        attempt.held = None
+        turn = engine.turn
+        engine.let_go(held, self._loop.now_s)
         self._attend(worker, turn)
 
     # --- failures --------------------------------------------------------------------------------

@@ -35,12 +35,16 @@ class Ask(Struct, Generic[T], frozen=True):
     """When it arrived."""
 
 
+UNKNOWN = -1
+"""Who decodes is chosen once the prefill is over."""
+
+
 class Placement(Struct, frozen=True):
     """A decision that is already paid for: `Router.finish` or `drop` is due."""
 
     prefill: int
     decode: int
-    """The same worker unless prefill and decode are apart."""
+    """The same worker unless prefill and decode are apart; `UNKNOWN` where that is chosen later."""
     decision: Decision
     charge: Charge
     """Of the prefill worker."""

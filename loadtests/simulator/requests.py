@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from kvroute.loadtests.mock_engine.sequences import Sequence as EngineSequence
 from kvroute.loadtests.results.measured import Measured
 from kvroute.loadtests.simulator.peers import Pulled
 from kvroute.loadtests.simulator.placing import Ask, Placement
@@ -93,6 +94,8 @@ class Attempt(Struct, eq=False):
     """Of its prefill worker, when it was sent there."""
     pulled: Pulled | None = None
     """What comes, or came, from a peer for it."""
+    held: EngineSequence | None = None
+    """Of a split request, the sequence whose KV its prefill worker keeps until it has left."""
     is_over: bool = False
     """It has ended, or failed: what was still to come of it does not."""
     since: int = 0

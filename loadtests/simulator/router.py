@@ -14,8 +14,16 @@ from msgspec.structs import replace
 
 from kvroute.clock import Clock
 from kvroute.conductor.index import PrefixIndex
-from kvroute.load import WorkerLoad
-from kvroute.loadtests.simulator.placing import NOBODY, Answer, Ask, Learning, Placement, Served
+from kvroute.load import Charge, WorkerLoad
+from kvroute.loadtests.simulator.placing import (
+    NOBODY,
+    UNKNOWN,
+    Answer,
+    Ask,
+    Learning,
+    Placement,
+    Served,
+)
 from kvroute.policies.base import Policy
 from kvroute.policies.costs.calibration import Calibration
 from kvroute.policies.costs.lengths import OutputLengths
@@ -23,7 +31,7 @@ from kvroute.policies.costs.links import Link, PdLinks
 from kvroute.policies.costs.pace import Pace
 from kvroute.policies.costs.rates import Rate
 from kvroute.policies.holding import HoldQueue, Ticket
-from kvroute.policies.pairing import prefillers, roomiest
+from kvroute.policies.pairing import decoders, prefillers, roomiest
 from kvroute.policies.predicting import expect
 from kvroute.policies.ttft import Ttft
 from kvroute.router.dispatch import HeldBlocks
@@ -34,6 +42,7 @@ from kvroute.types import (
     Fleet,
     Hold,
     PrefixMatch,
+    RequestView,
     Role,
     Worker,
 )
@@ -74,6 +83,7 @@ class Router(Generic[T]):
         calibration: Calibration | None = None,
         pd_links: PdLinks | None = None,
         peer_link: Link | None = None,
+        decode_later: bool = False,
     ) -> None:
         self.workers = workers
         self.loads = [WorkerLoad() for _ in workers]
@@ -90,6 +100,8 @@ class Router(Generic[T]):
         self._chooses_pairs = bool(getattr(policy, "chooses_pairs", False))
         self._prices_alike = isinstance(policy, Ttft)
         self._is_apart = any(worker.role is not Role.BOTH for worker in workers)
+        self._decode_later = decode_later and self._is_apart and not self._chooses_pairs
+        self._choose_decode = getattr(policy, "choose_decode", self._roomiest)
         self._turn = -1
         self._is_usable = [True] * len(workers)
         self._members = self._members_without(())
@@ -193,10 +205,29 @@ class Router(Generic[T]):
         elif not self._is_apart:
             decode_at = at
         else:
-            self._turn += 1
-            decode_at = roomiest(fleet.loads, range(members.prefillers, count), self._turn)
+            decode_at = members.prefillers
+            if not self._decode_later:
+                decode_at += self._choose_decode(ask.view, decoders(fleet))
             decision = replace(decision, candidate=Candidate(candidate.prefill, workers[decode_at]))
         return self._charge(ask, members, fleet, decision, at, decode_at)
+
+    def pair(self, ask: Ask[T], placement: Placement) -> Placement | None:
+        """The decode worker of one that is prefilled, chosen only now; None where there is none."""
+        members = self._members
+        if members.prefillers == len(members.at):
+            return None
+        now_s = self._clock()
+        fleet = self._fleet(ask, members, now_s, None)
+        decode_at = members.prefillers + self._choose_decode(ask.view, decoders(fleet))
+        return replace(
+            placement,
+            decode=members.at[decode_at],
+            decode_charge=self._charge_decode(ask, fleet, decode_at),
+        )
+
+    def _roomiest(self, _: RequestView, fleet: Fleet) -> int:
+        self._turn += 1
+        return roomiest(fleet.loads, range(len(fleet.loads)), self._turn)
 
     def _members_without(self, tried: Sequence[int]) -> _Members:
         """Tuples for the standing fleet, by whose identity much is kept; lists for a retry's."""
@@ -260,16 +291,13 @@ class Router(Generic[T]):
             keys=fleet.keys,
         )
         decode_charge = charge
-        if is_split:
-            decode_charge = fleet.loads[decode_at].charge(
-                fleet.now_s, prompt_tokens=prompt_tokens, output_tokens=output_tokens, keys=fleet.keys
-            )
-            decode_charge.first_byte(fleet.now_s)  # it only decodes there: for prices, from now on
+        if is_split and not self._decode_later:
+            decode_charge = self._charge_decode(ask, fleet, decode_at)
         if self._predicts and self._needs_prefix:
             self._index.predict(fleet.workers[at].id, ask.keys)
         return Placement(
             members.at[at],
-            members.at[decode_at],
+            UNKNOWN if self._decode_later else members.at[decode_at],
             decision,
             charge,
             decode_charge,
@@ -277,6 +305,18 @@ class Router(Generic[T]):
             expected,
             fleet.now_s,
         )
+
+    @staticmethod
+    def _charge_decode(ask: Ask[T], fleet: Fleet, at: int) -> Charge:
+        """The decode worker's part of a split request; for prices, it decodes there from now on."""
+        charge = fleet.loads[at].charge(
+            fleet.now_s,
+            prompt_tokens=ask.view.prompt_tokens,
+            output_tokens=fleet.output_tokens,
+            keys=fleet.keys,
+        )
+        charge.first_byte(fleet.now_s)
+        return charge
 
 
 def _parallel(promised_s: Mapping[str, float], members: _Members) -> list[float]:

@@ -40,6 +40,10 @@ class Setting:
     """
     joint: bool = False
     """Whether any worker may also prefill for any other; not with `split`."""
+    decode_later: bool = False
+    """With `split` and a policy that chooses no pairs: whether the decode worker is chosen only when the
+    prefill is over, as by Dynamo's router; else with the prefill worker, as by the gateway.
+    """
     handoff: Link = LINKS["ib-400g"]
     """From prefill to decode workers: what each of them has."""
     speed: Speed = PRESETS["qwen3-32b-h200-tp2"]

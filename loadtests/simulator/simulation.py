@@ -11,7 +11,7 @@ from kvroute.loadtests.simulator.engine import SimulatedEngine
 from kvroute.loadtests.simulator.fleet import EngineFleet
 from kvroute.loadtests.simulator.held import HeldRequests
 from kvroute.loadtests.simulator.loop import EventLoop
-from kvroute.loadtests.simulator.placing import NOBODY, Answer, Ask, Served
+from kvroute.loadtests.simulator.placing import NOBODY, UNKNOWN, Answer, Ask, Served
 from kvroute.loadtests.simulator.requests import Attempt, Record
 from kvroute.loadtests.simulator.router import Router
 from kvroute.loadtests.simulator.setting import Failure, Setting
@@ -73,6 +73,7 @@ class Simulation:
             calibration=Calibration() if setting.learns else None,
             pd_links=PdLinks.uniform(setting.handoff) if setting.splits else None,
             peer_link=setting.memory.peer_link,
+            decode_later=setting.decode_later,
         )
 
     @property
@@ -227,6 +228,12 @@ class Simulation:
 
     def prefilled(self, attempt: Attempt) -> None:
         self.router.prefilled(attempt.ask, attempt.placement, attempt.record.cached_tokens)
+        if attempt.placement.decode == UNKNOWN:
+            placement = self.router.pair(attempt.ask, attempt.placement)
+            if placement is None:
+                self._failed(attempt, NOBODY.reason)
+                return
+            attempt.placement, attempt.record.worker = placement, placement.decode
         self._after_overhead(self.fleet.hand_over, attempt)
 
     def finished(self, attempt: Attempt) -> None:
@@ -284,6 +291,7 @@ class Simulation:
     def _give_up(self, attempt: Attempt) -> None:
         attempt.is_over = True
         self.fleet.pulls.let_go(attempt.pulled)
+        self.fleet.let_go(attempt)
         self.router.drop(attempt.placement)
 
 

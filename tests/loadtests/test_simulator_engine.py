@@ -48,7 +48,8 @@ class Log:
                 self.engine.wake(at_s)
                 continue
             assert ends_s is not None
-            step, outcome = self.engine.complete(ends_s)
+            step, outcome = self.engine.complete()
+            self.engine.wake(ends_s)
             self.steps += 1
             for sequence, _ in step.prefills:
                 if sequence.generated_tokens == 1:
@@ -167,6 +168,7 @@ def test_a_step_that_ends_as_it_begins_is_a_turn_of_its_own() -> None:
     engine = SimulatedEngine(Instant(BlockCache(10), SPEED, BLOCK))
     engine.wake(1.0)
     turn = engine.turn
-    engine.complete(1.0)
+    engine.complete()
+    engine.wake(1.0)
     assert engine.ends_s == 1.0
     assert engine.turn != turn
