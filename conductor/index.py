@@ -22,7 +22,7 @@ from kvroute.conductor.block_index import BlockIndex, make_block_index
 from kvroute.conductor.packing import pack_keys
 from kvroute.conductor.places import Places
 from kvroute.conductor.recent import RecentPredictions
-from kvroute.types import NO_MATCH, KeyMode, PrefixMatch, PromptKeys
+from kvroute.types import NO_MATCH, FoundMatches, KeyMode, PrefixMatch, PromptKeys
 
 __all__ = ["Holder", "HolderMatch", "PrefixIndex", "pack_keys"]
 
@@ -236,7 +236,7 @@ class PrefixIndex:
             once = list(places.at)
             known = dict(zip(once, self.match(keys_by_block_tokens, once), strict=True))
             return [known[worker_id] for worker_id in worker_ids]
-        matches = [NO_MATCH] * len(worker_ids)
+        matches = FoundMatches(len(worker_ids))
         predicted: dict[str, int] = {}
         for block_tokens, keys in keys_by_block_tokens.items():
             if not keys.keys:

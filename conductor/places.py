@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from kvroute.conductor.block_index import Match
-from kvroute.types import PrefixMatch
+from kvroute.types import NO_MATCH, FoundMatches, PrefixMatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,11 @@ class Places:
         """Without any slots."""
         return cls(worker_ids, {name: at for at, name in enumerate(worker_ids)})
 
-    def put_confirmed(self, rows: Iterable[Match], block_tokens: int, matches: list[PrefixMatch]) -> None:
+    def put_confirmed(self, rows: Iterable[Match], block_tokens: int, matches: FoundMatches) -> None:
         """Of several ranks the best counts. Equal rows share one object: there may be hundreds."""
         slots, ranks = self.slots.get(block_tokens, {}), self.ranks
         shared: dict[tuple[int, ...] | int, PrefixMatch] = {}
+        found = matches.places.append
         for slot, gpu, _, _, gpu_cpu, known, probable in rows:
             at = slots.get(slot)
             if at is None:
@@ -50,8 +51,9 @@ class Places:
                     continue
                 match = replace(match, dp_rank=ranks[slot])
             matches[at] = match
+            found(at)
 
-    def put_predicted(self, tokens_by_worker: Mapping[str, int], matches: list[PrefixMatch]) -> None:
+    def put_predicted(self, tokens_by_worker: Mapping[str, int], matches: FoundMatches) -> None:
         """What was sent to workers, those included that nobody asks about."""
         shared: dict[tuple[int, int], PrefixMatch] = {}
         for worker_id, tokens in tokens_by_worker.items():
@@ -59,6 +61,8 @@ class Places:
             if at is None:
                 continue
             match = matches[at]
+            if match is NO_MATCH:
+                matches.places.append(at)
             both = shared.get((id(match), tokens))
             if both is None:
                 both = shared[id(match), tokens] = PrefixMatch(

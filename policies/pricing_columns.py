@@ -29,7 +29,7 @@ from kvroute.policies.pricing import (
     cheapest_source,
     price_one,
 )
-from kvroute.types import Fleet, PrefixMatch, RequestView
+from kvroute.types import Fleet, FoundMatches, PrefixMatch, RequestView
 
 MIN_WORKERS = 48
 """From here on it takes less time than `price_sides`, the rows that have changed included."""
@@ -240,13 +240,15 @@ class _Columns:
         """(cached tokens, seconds of the load); None where nobody has anything to load."""
         if not matches:
             return np.zeros(len(self._loads)), None
-        tokens, gpu_tokens = [one.tokens for one in matches], [one.gpu_tokens for one in matches]
-        cached = np.array(gpu_tokens, np.float64)
+        cached = np.zeros(len(matches))
+        places = matches.places if isinstance(matches, FoundMatches) else list(range(len(matches)))
+        tokens, gpu_tokens = [matches[at].tokens for at in places], [matches[at].gpu_tokens for at in places]
+        cached[places] = gpu_tokens
         np.minimum(cached, max(prompt_tokens - 1, 0), out=cached)
         if tokens == gpu_tokens:
             return cached, None
         load_s = np.zeros(len(matches))
-        for at in compress(range(len(matches)), map(ne, tokens, gpu_tokens)):
+        for at in compress(places, map(ne, tokens, gpu_tokens)):
             cached[at], _, load_s[at] = cheapest_source(matches[at], prompt_tokens, self._paces[at])
         return cached, load_s
 

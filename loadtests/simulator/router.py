@@ -6,6 +6,7 @@ queue that of `Waiting`. Nothing here knows of the simulator but through the clo
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -319,9 +320,9 @@ class Router(Generic[T]):
         return charge
 
 
-def _parallel(promised_s: Mapping[str, float], members: _Members) -> list[float]:
+def _parallel(promised_s: Mapping[str, float], members: _Members) -> array[float]:
     """To the workers: few of a large fleet are promised anything."""
-    every_s = [0.0] * len(members.ids)
+    every_s = array("d", bytes(8 * len(members.ids)))
     for id_, seconds in promised_s.items():
         place = members.places.get(id_)
         if place is not None:

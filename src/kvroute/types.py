@@ -134,6 +134,17 @@ class PrefixMatch(Struct, frozen=True, gc=False):
 NO_MATCH = PrefixMatch()
 
 
+class FoundMatches(list[PrefixMatch]):
+    """Of all workers of a fleet. In a large one most hold nothing, and need not be looked at."""
+
+    __slots__ = ("places",)
+
+    def __init__(self, workers: int) -> None:
+        super().__init__([NO_MATCH] * workers)
+        self.places: list[int] = []
+        """Of all that are not `NO_MATCH`, some perhaps more than once."""
+
+
 class RequestView(Struct, frozen=True, gc=False):
     """What routing knows of a request, parsed once; the body itself is forwarded untouched."""
 
