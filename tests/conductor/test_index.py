@@ -7,7 +7,7 @@ import pytest
 
 from kvroute.conductor.block_index import CPU, DISK, GPU
 from kvroute.conductor.index import MAX_PLACES, Holder, HolderMatch, PrefixIndex
-from kvroute.types import NO_MATCH, KeyMode, PrefixMatch, PromptKeys
+from kvroute.types import NO_MATCH, FoundMatches, KeyMode, PrefixMatch, PromptKeys
 
 MIB = 2**20
 BLOCK = 16
@@ -56,7 +56,10 @@ def confirm(index: PrefixIndex, holder: Holder, keys: list[int], tier: int = GPU
 
 
 def ask(index: PrefixIndex, keys: list[int], *worker_ids: str) -> list[PrefixMatch]:
-    return index.match({BLOCK: prompt(keys)}, worker_ids)
+    matches = index.match({BLOCK: prompt(keys)}, worker_ids)
+    if isinstance(matches, FoundMatches):
+        assert set(matches.places) == {at for at, match in enumerate(matches) if match is not NO_MATCH}
+    return matches
 
 
 def test_a_match_says_what_is_confirmed_per_tier_and_what_is_predicted(

@@ -23,6 +23,7 @@ from kvroute.types import (
     NO_MATCH,
     Decision,
     Fleet,
+    FoundMatches,
     Hold,
     PrefixMatch,
     Rejection,
@@ -273,6 +274,19 @@ def test_rows_are_the_same_for_all_weights() -> None:
     for weights in (WEIGHTS, Weights(0.0, 0.0, 0.0, 0.0), Weights(1.0, 3.0, 5.0, 0.7), WEIGHTS):
         sides = price_sides(request, fleet, weights, fleet.paces)
         assert_same(pricing.price(request, fleet, weights), sides)
+
+
+@given(SEEDS)
+def test_matches_that_say_who_holds_something_are_priced_as_others(seed: int) -> None:
+    print(f"seed {seed}")
+    source = Random(seed)
+    request, fleet = random_case(source)
+    found = FoundMatches(len(fleet.loads))
+    for at in source.choices(range(len(found)), k=source.choice([0, 1, 20])):
+        found[at] = random_match(source, request.prompt_tokens)
+        found.places.append(at)
+    fleet = msgspec.structs.replace(fleet, matches=found)
+    assert_same(columns_of(request, fleet), price_sides(request, fleet, WEIGHTS, fleet.paces))
 
 
 def test_a_random_life_leaves_no_row_behind() -> None:
