@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
 from kvroute.conductor.block_index import Match
 from kvroute.types import NO_MATCH, FoundMatches, PrefixMatch
+
+FEW = 4
+"""Of so many workers one may hold something for them to be named: more are read faster one after another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +32,10 @@ class Places:
         """Without any slots."""
         return cls(worker_ids, {name: at for at, name in enumerate(worker_ids)})
 
-    def put_confirmed(self, rows: Iterable[Match], block_tokens: int, matches: FoundMatches) -> None:
+    def put_confirmed(self, rows: Sequence[Match], block_tokens: int, matches: FoundMatches) -> None:
         """Of several ranks the best counts. Equal rows share one object: there may be hundreds."""
         slots, ranks = self.slots.get(block_tokens, {}), self.ranks
         shared: dict[tuple[int, ...] | int, PrefixMatch] = {}
-        found = matches.places.append
         for slot, gpu, _, _, gpu_cpu, known, probable in rows:
             at = slots.get(slot)
             if at is None:
@@ -51,18 +53,23 @@ class Places:
                     continue
                 match = replace(match, dp_rank=ranks[slot])
             matches[at] = match
-            found(at)
+        if matches.places is not None:
+            if len(rows) * FEW > len(matches):
+                matches.places = None
+            else:
+                matches.places += [slots[row[0]] for row in rows if row[0] in slots]
 
     def put_predicted(self, tokens_by_worker: Mapping[str, int], matches: FoundMatches) -> None:
         """What was sent to workers, those included that nobody asks about."""
         shared: dict[tuple[int, int], PrefixMatch] = {}
+        places = matches.places
         for worker_id, tokens in tokens_by_worker.items():
             at = self.at.get(worker_id)
             if at is None:
                 continue
             match = matches[at]
-            if match is NO_MATCH:
-                matches.places.append(at)
+            if match is NO_MATCH and places is not None:
+                places.append(at)
             both = shared.get((id(match), tokens))
             if both is None:
                 both = shared[id(match), tokens] = PrefixMatch(

@@ -240,14 +240,19 @@ class _Columns:
         """(cached tokens, seconds of the load); None where nobody has anything to load."""
         if not matches:
             return np.zeros(len(self._loads)), None
-        cached = np.zeros(len(matches))
-        places = matches.places if isinstance(matches, FoundMatches) else list(range(len(matches)))
-        tokens, gpu_tokens = [matches[at].tokens for at in places], [matches[at].gpu_tokens for at in places]
-        cached[places] = gpu_tokens
+        named = matches.places if isinstance(matches, FoundMatches) else None
+        some = matches if named is None else [matches[at] for at in named]
+        tokens, gpu_tokens = [one.tokens for one in some], [one.gpu_tokens for one in some]
+        if named is None:
+            cached = np.array(gpu_tokens, np.float64)
+        else:
+            cached = np.zeros(len(matches))
+            cached[named] = gpu_tokens
         np.minimum(cached, max(prompt_tokens - 1, 0), out=cached)
         if tokens == gpu_tokens:
             return cached, None
         load_s = np.zeros(len(matches))
+        places = range(len(matches)) if named is None else named
         for at in compress(places, map(ne, tokens, gpu_tokens)):
             cached[at], _, load_s[at] = cheapest_source(matches[at], prompt_tokens, self._paces[at])
         return cached, load_s

@@ -135,14 +135,14 @@ NO_MATCH = PrefixMatch()
 
 
 class FoundMatches(list[PrefixMatch]):
-    """Of all workers of a fleet. In a large one most hold nothing, and need not be looked at."""
+    """Of all workers of a fleet. In a large one most may hold nothing, and need not be looked at then."""
 
     __slots__ = ("places",)
 
     def __init__(self, workers: int) -> None:
         super().__init__([NO_MATCH] * workers)
-        self.places: list[int] = []
-        """Of all that are not `NO_MATCH`, some perhaps more than once."""
+        self.places: list[int] | None = []
+        """Of all that are not `NO_MATCH`, some perhaps more than once; None where they are many."""
 
 
 class RequestView(Struct, frozen=True, gc=False):

@@ -57,7 +57,7 @@ def confirm(index: PrefixIndex, holder: Holder, keys: list[int], tier: int = GPU
 
 def ask(index: PrefixIndex, keys: list[int], *worker_ids: str) -> list[PrefixMatch]:
     matches = index.match({BLOCK: prompt(keys)}, worker_ids)
-    if isinstance(matches, FoundMatches):
+    if isinstance(matches, FoundMatches) and matches.places is not None:
         assert set(matches.places) == {at for at, match in enumerate(matches) if match is not NO_MATCH}
     return matches
 
@@ -367,3 +367,22 @@ def test_more_sequences_of_ids_than_are_remembered_have_their_answers(
             ]
             assert index.match({BLOCK: prompt(keys)}, order)[order.index("c")].gpu_tokens == 64
     assert len(index._places) <= MAX_PLACES
+
+
+@pytest.mark.parametrize(("holders", "named"), [(5, True), (6, False)])
+def test_who_holds_something_is_named_where_few_do(
+    index: PrefixIndex, random: Random, holders: int, named: bool
+) -> None:
+    names, keys = [f"w{number}" for number in range(20)], chain(random, 4)
+    for name in names:
+        index.add_holder(Holder(name), BLOCK)
+    chosen = random.sample(range(20), holders)
+    for at in chosen:
+        confirm(index, Holder(names[at]), keys)
+    index.predict(names[chosen[0]], prompt(keys))
+    other = next(at for at in range(20) if at not in chosen)
+    index.predict(names[other], prompt(keys))
+    matches = index.match({BLOCK: prompt(keys)}, names)
+    assert isinstance(matches, FoundMatches)
+    assert {at for at, match in enumerate(matches) if match.tokens} == {*chosen, other}
+    assert matches.places is None if not named else set(matches.places or ()) == {*chosen, other}
