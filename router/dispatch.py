@@ -73,6 +73,12 @@ class Choice(Struct, frozen=True):
     could_split: bool = False
     """Whether there were two workers for it."""
 
+    def release(self) -> None:
+        """Nobody will act on it."""
+        self.lease.release()
+        if self.prefill is not None:
+            self.prefill.lease.release()
+
 
 class PrefillHalf(Struct, frozen=True):
     """The prefill worker's part of a split request; `lease` must be released."""

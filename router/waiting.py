@@ -106,7 +106,7 @@ class Waiting:
         except asyncio.CancelledError:
             answer = held.answer
             if answer.done() and not answer.cancelled() and answer.exception() is None:
-                answer.result().lease.release()  # it was placed in the same turn
+                answer.result().release()  # it was placed in the same turn
             raise
         finally:
             if held.ticket is not None:

@@ -8,13 +8,16 @@ from typing import Any
 import orjson
 from msgspec import Raw, Struct
 
-from kvroute.conductor.prompts import ROUTES
 from kvroute.router.eligible import Task
 from kvroute.router.hints.hints import DIGESTS
 from kvroute.router.pd.body import LIMITS, Fields, read_fields
 from kvroute.router.pd.connector import Connector
 from kvroute.router.request_parser import Request
 
+HARMLESS = frozenset({b"/tokenize", b"/detokenize"})
+"""Any other route that is posted to may generate, be it one that is not known here (`/invocations`) or a known
+one in another spelling (`%63ompletions`). An engine that takes nothing whole would hang over it, or end.
+"""
 GENERATE = b"/generate"
 """SGLang's own route: split only where both legs have the same body."""
 
@@ -37,7 +40,7 @@ def plan(request: Request, fields: Fields | None, connector: Connector) -> tuple
     `fields` are the body's; None where it has none that can be changed.
     """
     path = request.target.partition(b"?")[0]
-    if request.method != b"POST" or path not in ROUTES:
+    if request.method != b"POST" or path in HARMLESS:
         return Task.ANSWER, "route", None
     if path not in LIMITS and (path != GENERATE or connector.shortens_prefill):
         return Task.WHOLE, "route", None

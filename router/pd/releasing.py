@@ -172,7 +172,10 @@ class Releaser:
 
     async def _send(self, release: Release) -> str:
         """`released` when a worker has heard it; what it answers is a refusal, as is meant."""
-        body = msgspec.json.encode(release.body)
+        try:
+            body = msgspec.json.encode(release.body)
+        except RecursionError:
+            return "dropped"
         result = "nobody"
         for member in release.by()[:ASKED]:
             if monotonic() >= release.until_s:

@@ -270,7 +270,10 @@ class Split:
     async def _post_decode(self, own: Leg, send_by_s: float | None = None) -> Response | None:
         books, sending = self._desk.books, self.sending
         assert sending is not None
-        body = leg_body(self._fields, own.fields) if own.fields else self._request.body
+        try:
+            body = leg_body(self._fields, own.fields) if own.fields else self._request.body
+        except RecursionError:
+            raise PrefillFailed(Failure.NO_HANDOFF, "what it hands over is nested too deeply") from None
         streams = self._asked.view.stream
         timeouts = books.decode_timeouts if streams else books.config.timeouts
         # Given up in time, it fetches nothing. What it fetches too late stays in its cache, wrong.

@@ -21,6 +21,12 @@ ASK = {
 }
 NEEDED = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 """Without any of these the decode engine exits (0.32), or computes the prompt itself and says nothing."""
+TYPES: Mapping[str, tuple[type, ...]] = {
+    "remote_engine_id": (str,),
+    "remote_block_ids": (list,),
+    "remote_host": (str,),
+    "remote_port": (int, str),
+}
 NO_SUCH_MODEL = "kvroute-release"
 
 
@@ -52,6 +58,9 @@ class NixlConnector:
         missing = [name for name in NEEDED if not params.get(name)]
         if missing:
             raise CannotHandOver(f"the prefill's kv_transfer_params have no {', '.join(missing)}")
+        wrong = [name for name, kind in TYPES.items() if not isinstance(params[name], kind)]
+        if wrong:
+            raise CannotHandOver(f"of the prefill's kv_transfer_params {wrong[0]} is of no known type")
         return params
 
     def decode_leg(self, pair: Pair, handoff: Any) -> Leg:

@@ -24,10 +24,12 @@ async def test_what_generates_nothing_is_answered_by_prefill_workers_alone(
     async with bench(connector, 2, 1, policy=policy) as one:
         for member in members(one, Role.DECODE):
             one.server.registry.drain(member)
-        for path in ("/tokenize", "/unknown"):
-            answer = await ask(one.server.url, path, {"model": "mock", "prompt": "x"})
-            assert answer.status in (200, 404), answer.body
-        for path in (COMPLETIONS, "/v1/embeddings", "/generate"):
+        for path in ("/tokenize", "/detokenize"):
+            answer = await ask(one.server.url, path, {"model": "mock", "prompt": "x", "tokens": [1]})
+            assert answer.status == 200, answer.body
+        answer = await ask(one.server.url, "/unknown", method="GET")
+        assert (answer.status, answer.json()) == (404, {"detail": "Not Found"})
+        for path in (COMPLETIONS, "/v1/embeddings", "/generate", "/unknown"):
             answer = await ask(one.server.url, path, body())
             assert (answer.status, answer.code) == (503, "no_worker")
         assert one.server.metrics.fallbacks.total() == 0
@@ -74,7 +76,7 @@ async def test_all_prefill_workers_leave_where_decode_workers_take_nothing_whole
     async with bench("p2p-nccl", 1, 1, policy=policy, health=NEVER_MARKED) as one:
         for member in members(one, Role.PREFILL):
             one.server.registry.drain(member)
-        for path in (COMPLETIONS, "/generate"):
+        for path in (COMPLETIONS, "/generate", "/invocations", "/v1/%63ompletions", "/v1/completions#x"):
             answer = await ask(one.server.url, path, body())
             assert (answer.status, answer.code) == (503, "no_worker")
         answer = await ask(one.server.url, "/tokenize", {"model": "mock", "prompt": "x"})

@@ -49,7 +49,11 @@ def request(path: str, body: bytes, method: bytes = b"POST", **fields: bytes) ->
         ("/v1/messages", {"messages": []}, Task.SPLIT, ""),
         ("/generate", {"text": "x"}, Task.WHOLE, "route"),
         ("/v1/embeddings", {"input": "x"}, Task.WHOLE, "route"),
-        ("/v1/rerank-else", {"input": "x"}, Task.ANSWER, "route"),
+        ("/v1/rerank-else", {"input": "x"}, Task.WHOLE, "route"),
+        ("/invocations", {"prompt": "x"}, Task.WHOLE, "route"),
+        ("/v1/%63ompletions", {"prompt": "x"}, Task.WHOLE, "route"),
+        ("/v1/completions#x", {"prompt": "x"}, Task.WHOLE, "route"),
+        ("/tokenize", {"prompt": "x"}, Task.ANSWER, "route"),
     ],
 )
 def test_what_can_be_split_and_why_the_rest_cannot(
