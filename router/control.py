@@ -136,6 +136,7 @@ def describe(member: Member) -> dict[str, Any]:
         "role": worker.role.value,
         "takes_whole": worker.takes_whole,
         "place": asdict(worker.place),
+        "salted": bool(member.salt),
         "transfer": None if member.transfer is None else to_builtins(member.transfer),
         "models": list(worker.models),
         "block_size_tokens": worker.block_size_tokens,

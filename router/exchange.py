@@ -28,6 +28,7 @@ from kvroute.router.pd.asking import GivingUp
 from kvroute.router.pd.books import Asked
 from kvroute.router.pd.planning import Planned
 from kvroute.router.pd.prefill_leg import PrefillFailed
+from kvroute.router.pd.salting import salted
 from kvroute.router.pd.service import Pd
 from kvroute.router.pd.split import Split
 from kvroute.router.pd.usage import CachedTokens
@@ -253,6 +254,8 @@ class Exchange:
     async def _post(self, choice: Choice, request: Request, timeouts: Timeouts) -> Response:
         sending = self._sending
         assert sending is not None
+        if choice.member.salt:
+            request = salted(request, choice.member)
         head = request_head(
             request, choice.member, self._services.config, self._request_id, choice.match.dp_rank
         )

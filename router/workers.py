@@ -85,6 +85,8 @@ class Member:
     """It wants other credentials before it says where."""
     transfer: Transfer | None = None
     """How it hands KV over, as it says of itself; None while it has not said."""
+    salt: str = ""
+    """Keeps requests from the KV that lay in its cache when that was spoilt; empty where nothing has to."""
     reported: bool = False
     """Whether its metrics were ever read."""
     kv_expired: int | None = None

@@ -15,7 +15,7 @@ from kvroute.router.pd.connector import Connector
 from kvroute.router.request_parser import Request
 
 HARMLESS = frozenset({b"/tokenize", b"/detokenize"})
-"""Any other route that is posted to may generate, be it one that is not known here (`/invocations`) or a known
+"""Any other route that is posted to may generate, be it one not known here (`/invocations`) or a known
 one in another spelling (`%63ompletions`). An engine that takes nothing whole would hang over it, or end.
 """
 GENERATE = b"/generate"

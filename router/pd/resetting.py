@@ -1,9 +1,10 @@
-"""Workers whose prefix cache may hold wrong KV: they get nothing until it is reset, or they are restarted."""
+"""Workers whose prefix cache may hold wrong KV: they get nothing until it is reset, or nothing finds it."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 
 import structlog
 
@@ -11,6 +12,7 @@ from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.metrics import Counter
 from kvroute.router.probe import Answer, post
 from kvroute.router.workers import Member, Registry, State
+from kvroute.types import EngineKind
 
 log = structlog.get_logger(__name__)
 
@@ -61,10 +63,21 @@ class Resets:
                 if member.state is State.SPOILT:
                     self._registry.set_state(member, State.READY)
                 return
+            if result == "absent" and self._may_salt(member):
+                member.salt = secrets.token_hex(8)
+                self._counter.add("salted")
+                self._registry.set_state(member, State.READY)
+                return
             if tries == 1:
                 log.warning("prefix cache not reset", worker=member.worker.id, result=result)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
+
+    @staticmethod
+    def _may_salt(member: Member) -> bool:
+        """Once nothing that was sent without the salt is there any more."""
+        is_vllm = member.worker.engine is EngineKind.VLLM
+        return is_vllm and member.requests == 0 and member.state is State.SPOILT
 
     async def _ask(self, member: Member) -> str:
         """`reset`, `refused` (it says so), `absent` (there is no such path), `unsure` or `failed`."""

@@ -39,6 +39,7 @@ from kvroute.router.pd.connector import CannotHandOver, Connector, Leg, Pair
 from kvroute.router.pd.desk import Desk, Kept
 from kvroute.router.pd.planning import Planned
 from kvroute.router.pd.prefill_leg import REFUSALS, PrefillFailed, PrefillLeg
+from kvroute.router.pd.salting import salt_of
 from kvroute.router.probe import get
 from kvroute.router.sending import Sending
 from kvroute.router.sweeper import NEVER
@@ -215,6 +216,11 @@ class Split:
         fields = self._fields
         if connector.shortens_prefill:
             fields = short_prefill(self._request.target.partition(b"?")[0], fields)
+        if (member := self._half.member).salt:
+            try:
+                fields = {**fields, **salt_of(self._request.target.partition(b"?")[0], fields, member)}
+            except GatewayError as error:
+                raise leg.failed(error.failure, error.message) from None
         body = leg_body(fields, own.fields)
         headers = self._headers(own)
         await leg.run(
@@ -270,6 +276,8 @@ class Split:
     async def _post_decode(self, own: Leg, send_by_s: float | None = None) -> Response | None:
         books, sending = self._desk.books, self.sending
         assert sending is not None
+        if self._choice.member.salt:
+            own = self._salted(own)
         try:
             body = leg_body(self._fields, own.fields) if own.fields else self._request.body
         except RecursionError:
@@ -306,6 +314,15 @@ class Split:
             ):
                 self._note_late(by_s)
                 raise GatewayError(Failure.DECODE_TIMEOUT, error.message) from None
+            raise
+
+    def _salted(self, own: Leg) -> Leg:
+        """With what keeps it from wrong KV at its worker."""
+        path, kept = self._request.target.partition(b"?")[0], self._kept
+        try:
+            return Leg({**own.fields, **salt_of(path, self._fields, self._choice.member)}, own.headers)
+        except GatewayError:
+            self._unsent = kept is not None and kept.handoff is not None
             raise
 
     def _note_late(self, by_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -65,20 +66,90 @@ async def spoilt(one: Bench) -> MockEngine:
     return worst
 
 
-async def test_it_gets_nothing_until_it_is_another_process() -> None:
-    """Without development mode there is no reset."""
+async def test_without_a_reset_its_requests_are_kept_from_what_lies_there() -> None:
+    """It is not in development mode."""
     async with short(2, mock={"development": False}) as one:
         worst = await spoilt(one)
-        member = member_of(one.server, worst)
-        assert member.state is State.SPOILT
-        received = worst.journal.totals["received"]
-        assert [right(await one.ask()) for _ in range(6)] == [True] * 6
-        assert worst.journal.totals["received"] == received
+        await until(lambda: member_of(one.server, worst).state is State.READY)
         assert one.count("resets", "absent") >= 1
+        assert one.count("resets", "salted") == 1
+        received = worst.journal.totals["received"]
+        for echo in (False, True):  # split, and whole
+            assert [(await one.ask(echo=echo, stream=echo)).status for _ in range(4)] == [200] * 4
+        assert [right(await one.ask()) for _ in range(4)] == [True] * 4
+        assert worst.journal.totals["received"] > received
+        legs = [json.loads(request.body) for _, request in list(worst.journal.requests)[received:]]
+        assert {True, False} == {"kv_transfer_params" in leg for leg in legs}
+        salts = {leg.get("cache_salt") for leg in legs if leg["model"] == "mock"}
+        assert len(salts) == 1
+        assert None not in salts
         await worst.restart(0.3)  # a probe finds nobody
         await until(lambda: member_of(one.server, worst).state is State.READY)
-        assert [right(await one.ask()) for _ in range(6)] == [True] * 6
-        assert worst.journal.totals["received"] > received
+        received = worst.journal.totals["received"]
+        assert [right(await one.ask()) for _ in range(4)] == [True] * 4
+        legs = [json.loads(request.body) for _, request in list(worst.journal.requests)[received:]]
+        assert legs
+        assert not any("cache_salt" in leg for leg in legs)
+
+
+async def test_a_salt_is_the_client_s_own_one_s_too_and_new_each_time() -> None:
+    script, _ = resets((404, b"{}"))
+    async with Engine(prefilled()) as p, Engine(script) as d, scripted([p], [d]) as server:
+        member = member_of(server, d)
+        seen: list[str] = []
+        for _ in range(2):
+            spoil(server, d)
+            await until(lambda: member.state is State.READY)
+            for own in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"}):
+                assert (await ask(server.url, COMPLETIONS, {**BODY, **own})).status == 200
+                seen.append(d.received[-1].json()["cache_salt"])
+                assert p.received[-1].json().get("cache_salt") == own.get("cache_salt")
+        assert len(set(seen)) == 6
+        assert seen[1] == seen[3]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers"),
+    [
+        ("/v1/messages", {"model": "m", "messages": [], "max_tokens": 2}, ()),
+        ("/v1/embeddings", {"model": "m", "input": "x"}, ()),
+        ("/unknown", {"model": "m"}, ()),
+        (COMPLETIONS, {**BODY, "top_p": float("nan")}, ()),
+        (COMPLETIONS, BODY, ("Content-Digest: sha-256=:x:",)),
+    ],
+)
+async def test_what_cannot_be_kept_from_it_is_not_sent_there(
+    path: str, body: dict[str, Any], headers: tuple[str, ...]
+) -> None:
+    script, _ = resets((404, b"{}"))
+    async with Engine(prefilled()) as p, Engine(script) as d, scripted([p], [d]) as server:
+        member = spoil(server, d)
+        await until(lambda: member.state is State.READY)
+        answer = await ask(server.url, path, body, *headers)
+        assert (answer.status, answer.code) == (503, "spoilt_cache")
+        asked_for = [each for each in d.received if each.target == path and each.json()["model"] == "m"]
+        assert asked_for == []
+        assert (await ask(server.url, "/tokenize", BODY)).status == 200
+
+
+async def test_an_engine_that_has_no_salt_either_stays_out_until_it_is_another_process() -> None:
+    script, asked = resets((404, b"{}"))
+    async with Engine(prefilled()) as p, Engine(script) as d:
+        workers = [
+            {"url": p.url, "role": "prefill"},
+            {"url": d.url, "role": "decode", "engine": "openai"},
+        ]
+        async with scripted([p], [d], workers=workers) as server:
+            member = spoil(server, d)
+            await until(lambda: len(asked) >= 3)
+            assert member.state is State.SPOILT
+            await d.stop()
+            await until(lambda: member.was_refused)
+            await d.start()
+            await until(
+                lambda: member_of(server, d).state is State.READY and member_of(server, d) is not member
+            )
+            assert (await ask(server.url, COMPLETIONS, BODY)).status == 200
 
 
 async def test_it_is_back_once_its_cache_is_reset() -> None:
@@ -122,7 +193,7 @@ def resets(*answers: tuple[int, bytes]) -> tuple[Script, list[bytes]]:
 
 
 async def test_meanwhile_nobody_decodes_and_readiness_says_so() -> None:
-    script, asked = resets((404, b"{}"))
+    script, asked = resets((500, b"{}"))
     async with Engine(prefilled()) as p, Engine(script) as d, scripted([p], [d]) as server:
         member = spoil(server, d)
         answer = await ask(server.url, "/readyz", method="GET")
@@ -142,7 +213,6 @@ async def test_meanwhile_nobody_decodes_and_readiness_says_so() -> None:
         ([(200, b'{"success": false}'), (200, b'{"success": true}')], {"refused": 1, "reset": 1}),
         ([(409, b"{}"), (200, b"")], {"refused": 1, "reset": 1}),
         ([(500, b"x"), (503, b""), (200, b'{"success":true}')], {"failed": 2, "reset": 1}),
-        ([(404, b"{}"), (200, b'{"success":true}')], {"absent": 1, "reset": 1}),
     ],
 )
 async def test_it_is_asked_until_it_says_that_it_is_reset(
