@@ -348,6 +348,9 @@ class Exchange:
             self._split.drop_body()
         parsed = self._parsed  # lets go of the prompt's text, and of its keys
         self._parsed = ParsedRequest(parsed.view, foretold_tokens=parsed.foretold_tokens)
+        streams = self._services.pd.streams if self._services.registry.splits else None
+        if streams is not None and self._member is not None:
+            streams.begin(self._member, connection, monotonic(), self._prompt)
         self._prompt = Prompt(mode=self._prompt.mode)
         client.reads_from(connection)
         feed, write = meter.feed, client.write
@@ -356,7 +359,11 @@ class Exchange:
             feed(data, now_s)
             write(data)
 
-        await connection.stream_to(relay if self._cached is None else self._counting(self._cached, relay))
+        try:
+            await connection.stream_to(relay if self._cached is None else self._counting(self._cached, relay))
+        finally:
+            if streams is not None and self._member is not None:
+                streams.end(self._member, connection)
         if self._cached is not None and (rest := self._cached.end()):
             write(rest)
         client.end()

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from kvroute.clock import monotonic
 from kvroute.router.dispatch import Choice, PrefillHalf
+from kvroute.router.knowledge import Prompt
 from kvroute.router.pd.books import Asked, Books
 from kvroute.router.pd.connector import Connector, DecodeFirst, Pair
 from kvroute.router.sending import Sending
@@ -66,8 +67,10 @@ class Desk(Protocol):
         """From the prefill's answer to the first byte of the decode worker."""
         ...
 
-    def spoiled(self, decode: Member) -> None:
-        """It may have fetched KV that was another's by then, and may answer from it again."""
+    def spoiled(self, decode: Member, since_s: float, prompt: Prompt) -> None:
+        """It may have fetched KV for `prompt` that was another's by then, at `since_s` or later, and may
+        answer from it again.
+        """
         ...
 
     def hear_out(

@@ -15,6 +15,7 @@ from kvroute.policies.costs.links import nearness
 from kvroute.router.dispatch import Choice, Dispatcher, PrefillHalf
 from kvroute.router.eligible import Task
 from kvroute.router.errors import Failure, GatewayError
+from kvroute.router.knowledge import Prompt
 from kvroute.router.metrics import GaugeSource
 from kvroute.router.pd.body import LIMITS, Fields, leg_body, read_fields, read_oddly, without
 from kvroute.router.pd.books import Asked, Books
@@ -27,6 +28,7 @@ from kvroute.router.pd.registry import make_connector
 from kvroute.router.pd.releasing import Release, Releaser
 from kvroute.router.pd.resetting import Resets
 from kvroute.router.pd.split import Split
+from kvroute.router.pd.streams import Streams
 from kvroute.router.request_parser import Request
 from kvroute.router.workers import Member, State
 from kvroute.types import EngineKind, Outcome, Role
@@ -61,6 +63,7 @@ class Pd:
         """Pairs that have handed over: a decode worker reaches those prefill workers at once."""
         self.releaser = Releaser(books.pd_metrics.releases, self._config.prefill_grace_s)
         self.hear_out = self.releaser.hear_out
+        self.streams = Streams()
         self._resets = Resets(books.registry, books.pd_metrics.resets)
         self._speeds = HandoffSpeeds(dispatcher)
         self._id_prefix = secrets.token_hex(8)
@@ -213,8 +216,11 @@ class Pd:
         if len(self._shaken) > MAX_SHAKEN:
             del self._shaken[next(iter(self._shaken))]
 
-    def spoiled(self, decode: Member) -> None:
-        log.error("kv fetched too late", worker=decode.worker.id, done="no requests until its cache is reset")
+    def spoiled(self, decode: Member, since_s: float, prompt: Prompt) -> None:
+        broken = self.streams.break_off(decode, since_s, prompt)
+        if broken:
+            self.books.pd_metrics.failures.add("decode", Failure.SPOILT.value, by=broken)
+        log.error("kv fetched too late", worker=decode.worker.id, broken_off=broken)
         self._resets.spoilt(decode)
 
     def let_go(self, kept: Kept, decode: Member, *, may_fetch: bool) -> None:

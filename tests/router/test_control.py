@@ -56,6 +56,7 @@ async def test_listed_as_they_are() -> None:
                     "role": "both",
                     "takes_whole": True,
                     "place": {"host": "", "rack": "", "zone": ""},
+                    "salted": False,
                     "transfer": None,
                     "models": ["m"],
                     "block_size_tokens": None,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 from typing import Any
 
 import pytest
 
 from kvroute.loadtests.mock_engine import MockEngine
+from kvroute.router.knowledge import NO_PROMPT
 from kvroute.router.pd import resetting
 from kvroute.router.server import GatewayServer
 from kvroute.router.workers import Member, State
-from tests.kit import Engine, Received, Script, Wire, ask, until
+from tests.kit import Client, Engine, Received, Script, Wire, ask, until
 from tests.router.pd.kit import (
     COMPLETIONS,
     HANDED,
@@ -52,7 +55,7 @@ def member_of(server: GatewayServer, engine: Engine | MockEngine) -> Member:
 
 def spoil(server: GatewayServer, engine: Engine | MockEngine) -> Member:
     member = member_of(server, engine)
-    server._pd.spoiled(member)
+    server._pd.spoiled(member, math.inf, NO_PROMPT)
     return member
 
 
@@ -316,3 +319,62 @@ async def test_kv_of_a_prefill_over_a_spoilt_cache_is_not_handed_over() -> None:
             await until(lambda: len(d.received) == 2)
             released = [each.json() for each in d.received if each.json()["model"] != "m"]
             assert [leg["kv_transfer_params"]["remote_request_id"] for leg in released] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "began", "asked", "goes_on"),
+    [
+        ("prefix_affinity", "after", "one two three " * 40 + "end", False),
+        ("prefix_affinity", "before", "one two three " * 40 + "end", True),
+        ("prefix_affinity", "after", "four five six " * 40, True),
+        ("round_robin", "after", "four five six " * 40, False),
+    ],
+)
+async def test_a_stream_that_may_stand_on_the_wrong_kv_is_broken_off(
+    policy: str, began: str, asked: Any, goes_on: bool
+) -> None:
+    """Of a plain answer that takes longer than its lease, which others overtake."""
+    late, on = asyncio.Event(), asyncio.Event()
+    expired = "vllm:nixl_num_kv_expired_reqs_total{} 1.0\n"
+
+    async def decode(request: Received, wire: Wire) -> None:
+        if not request.target.startswith(COMPLETIONS) or request.json()["model"] != "m":
+            await wire.answer(404, b"{}")
+        elif request.json().get("stream"):
+            await wire.start_stream()
+            await wire.chunk(b'data: {"choices":[{"text":"a"}]}\n\n')
+            await on.wait()
+            await wire.chunk(b"data: [DONE]\n\n")
+            await wire.chunk(b"")
+        else:
+            await late.wait()
+            await completed()(request, wire)
+
+    async with (
+        Engine(prefilled()) as p,
+        Engine(decode) as d,
+        scripted([p], [d], pd={"kv_lease_s": LEASE_S}, health=NEVER_MARKED, policy=policy) as server,
+    ):
+        plain, stream = await Client.connect(server.url), await Client.connect(server.url)
+        whole = {**BODY, "prompt": "one two three " * 40}
+        if began == "after":
+            await plain.send(COMPLETIONS, whole)
+            await until(lambda: len(d.received) == 1)
+            await asyncio.sleep(LEASE_S)
+        await stream.send(COMPLETIONS, {**BODY, "prompt": asked, "stream": True})
+        assert (await stream.head())[0] == 200
+        await stream.chunk()
+        if began == "before":
+            await plain.send(COMPLETIONS, whole)
+            await until(lambda: len(d.received) == 2)
+            await asyncio.sleep(LEASE_S)
+        p.metrics = expired
+        late.set()
+        answer = await plain.receive()
+        assert (answer.status, answer.code) == (502, "handoff_expired")
+        on.set()
+        said = await stream.chunk()
+        assert said == b"data: [DONE]\n\n" if goes_on else b'"code":"spoilt_cache"' in said
+        plain.close()
+        stream.close()
+        await until(lambda: not server._pd.streams._by_member)

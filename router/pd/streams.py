@@ -1,0 +1,59 @@
+"""Streams that are being relayed, by worker: what may stand on wrong KV is broken off when that is found."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from msgspec import Struct
+
+from kvroute.router.errors import Failure, GatewayError
+from kvroute.router.knowledge import Prompt
+from kvroute.router.upstream import UpstreamConnection
+from kvroute.router.workers import Member
+from kvroute.types import KeyMode
+
+
+class Start(Struct, frozen=True):
+    """Of prompts, by their first blocks: who shares one shares the wrong KV of what follows, or may."""
+
+    mode: KeyMode | None
+    """None where there are no keys to tell by."""
+    keys: frozenset[int]
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> Start:
+        sizes = [keys for one in prompt.sets for keys in one.values()]
+        return cls(prompt.mode if sizes else None, frozenset(keys.keys[0] for keys in sizes if keys.keys))
+
+    def may_share(self, other: Start) -> bool:
+        return self.mode is None or self.mode is not other.mode or not self.keys.isdisjoint(other.keys)
+
+
+class Streams:
+    """`begin` with the first of a body, `end` whatever happens."""
+
+    def __init__(self) -> None:
+        self._by_member: defaultdict[Member, dict[UpstreamConnection, tuple[float, Start]]] = defaultdict(
+            dict
+        )
+
+    def begin(self, member: Member, connection: UpstreamConnection, now_s: float, prompt: Prompt) -> None:
+        self._by_member[member][connection] = now_s, Start.of(prompt)
+
+    def end(self, member: Member, connection: UpstreamConnection) -> None:
+        streams = self._by_member[member]
+        streams.pop(connection, None)
+        if not streams:
+            del self._by_member[member]
+
+    def break_off(self, member: Member, since_s: float, prompt: Prompt) -> int:
+        """Those that began at `since_s` (on `kvroute.clock`) or later, and may share blocks with a prompt
+        whose KV is wrong; how many that are.
+        """
+        wrong, broken = Start.of(prompt), 0
+        for connection, (began_s, start) in list(self._by_member.get(member, {}).items()):
+            if began_s >= since_s and start.may_share(wrong):
+                message = "wrong KV was found in the worker's cache, on which this answer may stand"
+                connection.fail(GatewayError(Failure.SPOILT, message))
+                broken += 1
+        return broken
