@@ -210,15 +210,17 @@ class Exchange:
     def _blame(self, choice: Choice, error: GatewayError) -> None:
         """Whoever failed is not tried again."""
         if not isinstance(error, PrefillFailed):
-            if not self._may_redo(choice):
+            if not self._may_redo(choice, error):
                 self._tried.append(choice.member)
         elif choice.prefill is not None and not error.is_nobodys:
             self._tried.append(choice.prefill.member)
 
-    def _may_redo(self, choice: Choice) -> bool:
+    def _may_redo(self, choice: Choice, error: GatewayError) -> bool:
         """Once: where KV grew too old before its decode worker came to it, and no other one could."""
-        split = self._split
-        if choice.prefill is None or split is None or split.late is None or self._redone:
+        late = None if self._split is None else self._split.late
+        if late is None or self._redone or error.failure is not Failure.DECODE_TIMEOUT:
+            return False
+        if late.pair.decode is not choice.member:
             return False
         tried, parsed = [*self._tried, choice.member], self._parsed
         try:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvroute.loadtests.mock_engine import Faults
 from kvroute.router.workers import State
 from tests.kit import Client, Engine, Received, Wire, until
 from tests.router.pd.kit import COMPLETIONS, NEVER_MARKED, Bench, bench, completed, prefilled, right, scripted
@@ -52,6 +53,23 @@ async def test_another_decode_worker_goes_before() -> None:
             engine.faults = one.decode[0].faults
         assert right(await one.ask(stream=True))
         assert asked(one) == [2, 1, 1]
+
+
+async def test_another_one_that_then_fails_is_not_asked_again() -> None:
+    async with short(2, clean=False, retry={"attempts": 9}) as one:
+        for engine in one.decode:
+            engine.faults.set({**LATE, "times": 1})
+            engine.faults = one.decode[0].faults
+        client = await one.begin(stream=True)
+        await until(lambda: sum(asked(one)[1:]) == 1)
+        first, second = sorted(one.decode, key=lambda engine: -engine.journal.totals["received"])
+        second.faults = Faults().merged({"close_at": 0})
+        answer = await client.receive()
+        client.close()
+        assert answer.status == 502
+        legs = [[request.body for _, request in engine.journal.requests] for engine in (first, second)]
+        assert [sum(b'"model":"mock"' in body for body in each) for each in legs] == [1, 1]
+        second.faults = Faults()
 
 
 async def test_what_is_late_for_another_reason_is_not_done_there_again() -> None:
