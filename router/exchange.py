@@ -217,10 +217,8 @@ class Exchange:
 
     def _may_redo(self, choice: Choice, error: GatewayError) -> bool:
         """Once: where KV grew too old before its decode worker came to it, and no other one could."""
-        late = None if self._split is None else self._split.late
-        if late is None or self._redone or error.failure is not Failure.DECODE_TIMEOUT:
-            return False
-        if late.pair.decode is not choice.member:
+        is_late = self._split is not None and self._split.late_at is choice.member
+        if not is_late or self._redone or error.failure is not Failure.DECODE_TIMEOUT:
             return False
         tried, parsed = [*self._tried, choice.member], self._parsed
         try:
@@ -250,7 +248,10 @@ class Exchange:
         request, timeouts = self._request, self._services.config.timeouts
         self._sending = Sending(choice.member, self._services.metrics)
         if self._hints is None:
-            return await self._post(choice, request, timeouts)
+            response = await self._post(choice, request, timeouts)
+            if self._split is not None and self._sending.connection is not None:
+                await self._split.check_late(choice.member, self._sending.connection)
+            return response
         return await self._hints.send(request, choice, timeouts, partial(self._post, choice))
 
     async def _post(self, choice: Choice, request: Request, timeouts: Timeouts) -> Response:

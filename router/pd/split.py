@@ -91,8 +91,10 @@ class Split:
         self._leg: PrefillLeg | None = None
         self._tasks: tuple[asyncio.Task[Any], ...] = ()
         self._kept: Kept | None = None
-        self.late: Kept | None = None
-        """What a decode worker had not fetched, or not used, when a stream was given up for its age."""
+        self.late_at: Member | None = None
+        """The decode worker that a stream was given up at, as its KV grew too old before the first byte."""
+        self._late: Kept | None = None
+        """What it had not fetched by then, or not used."""
         self._unsent = self._keeps = False
         self._is_told = False
         """The decode worker may have begun to fetch."""
@@ -332,7 +334,7 @@ class Split:
         """
         if monotonic() >= by_s:
             self._desk.books.pd_metrics.expired.add("wait")
-            self.late, self._kept = self._kept, None
+            self.late_at, self._late, self._kept = self._choice.member, self._kept, None
 
     def _headers(self, own: Leg) -> list[tuple[bytes, bytes]]:
         named = (b"X-Request-Id", self._pair.id.encode("latin-1", "replace"))
@@ -344,24 +346,31 @@ class Split:
 
     async def _check_age(self) -> None:
         """Of an answer that came when a lease may have been over: whether it can be what it should be."""
-        kept, late, now_s = self._kept, self.late, monotonic()
+        kept, member = self._kept, self._choice.member
         if kept is None or kept.handoff is None or self._connector.is_concurrent:
             return  # whoever pushes KV knows whether it is still there
         assert self.sending is not None
         connection = self.sending.connection
         assert connection is not None
-        if now_s >= kept.send_by_s and not self._began_in_time(kept, connection):
-            await self._check_expired(kept, connection)
-        if late is not None and late.pair.decode is self._choice.member and now_s >= late.until_s:
-            await self._check_expired(late, connection)  # of the same prompt: the worker may have come to it
+        if monotonic() >= kept.send_by_s and not self._began_in_time(kept, connection):
+            await self._check_expired(kept, member, connection)
+        await self.check_late(member, connection)
 
-    async def _check_expired(self, kept: Kept, connection: UpstreamConnection) -> None:
+    async def check_late(self, member: Member, connection: UpstreamConnection) -> None:
+        """Of an answer to the same prompt, split or not, by a worker that was too late before: it may have
+        come to that leg after all.
+        """
+        late = self._late
+        if late is not None and member is self.late_at and monotonic() >= late.until_s:
+            await self._check_expired(late, member, connection)
+
+    async def _check_expired(self, kept: Kept, member: Member, connection: UpstreamConnection) -> None:
         connection.pause()  # nobody takes what comes meanwhile
         expired = await self._expired_there(kept.pair.prefill)
         connection.resume()
         if expired is None or expired > kept.expired:
             self._desk.books.pd_metrics.expired.add("answer")
-            self._desk.spoiled(self._choice.member, kept.send_by_s, self._asked.prompt)
+            self._desk.spoiled(member, kept.send_by_s, self._asked.prompt)
             message = "the answer came when the prefill worker had let KV go"
             raise GatewayError(Failure.HANDOFF_EXPIRED, message)
 

@@ -88,9 +88,10 @@ async def test_all_of_it_is_within_the_request_s_own_time() -> None:
         assert asked(one) == [2, 2]
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(("expired", "status"), [(0, 200), (1, 502)])
 async def test_an_answer_is_not_used_where_the_first_leg_may_have_fetched_after_all(
-    expired: int, status: int
+    expired: int, status: int, whole: bool
 ) -> None:
     """The worker has not told of its end before the lease was over."""
     legs: list[Received] = []
@@ -108,14 +109,21 @@ async def test_an_answer_is_not_used_where_the_first_leg_may_have_fetched_after_
             await late.wait()
         await completed()(request, wire)
 
+    async def prefill(request: Received, wire: Wire) -> None:
+        if whole and legs:
+            await wire.answer(422, b"{}")
+        else:
+            await prefilled()(request, wire)
+
     async with (
-        Engine(prefilled()) as p,
+        Engine(prefill) as p,
         Engine(decode) as d,
         scripted([p], [d], pd={"kv_lease_s": LEASE_S}, health=NEVER_MARKED) as server,
     ):
         client = await Client.connect(server.url)
         await client.send(COMPLETIONS, STREAM)
         await until(lambda: len(legs) == 2)
+        assert ("kv_transfer_params" in legs[1].json()) is not whole
         p.metrics = f"vllm:nixl_num_kv_expired_reqs_total{{}} {expired}.0\n"
         await asyncio.sleep(0.25 * LEASE_S)  # the first lease is over, and 0.8 of the second one is not
         late.set()
