@@ -182,7 +182,7 @@ class Exchange:
             response = await self._send(choice)
             status = response.status
             if choice.member.state is State.SPOILT and status < 400:
-                raise GatewayError(Failure.SPOILT, "the worker's cache may hold wrong KV since")
+                self._check_cache(choice.member)
             if status >= 500:
                 failure = f"status_{status if status in REASONS else OTHER}"
             if status in self._services.config.retry.statuses:
@@ -206,6 +206,11 @@ class Exchange:
         finally:
             self._end_attempt(choice, status, failure, usage)
         return None
+
+    def _check_cache(self, member: Member) -> None:
+        """Of a worker that was found to be spoilt before it began to answer."""
+        if self._services.pd.streams.is_suspect(member, self._prompt):
+            raise GatewayError(Failure.SPOILT, "the worker's cache may hold wrong KV since")
 
     def _blame(self, choice: Choice, error: GatewayError) -> None:
         """Whoever failed is not tried again."""

@@ -182,6 +182,8 @@ class Pd:
 
     def _changed(self, member: Member) -> None:
         self._fleets = None
+        if member.state is not State.SPOILT:
+            self.streams.cured(member)
         if member.state is State.GONE:
             for connector in self._connectors.values():
                 connector.forget(member)

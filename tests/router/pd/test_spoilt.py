@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from kvroute.loadtests.mock_engine import MockEngine
-from kvroute.router.knowledge import NO_PROMPT
+from kvroute.router.knowledge import NO_PROMPT, Prompt
 from kvroute.router.pd import resetting
+from kvroute.router.pd.streams import MAX_WRONG, Streams
 from kvroute.router.server import GatewayServer
 from kvroute.router.workers import Member, State
+from kvroute.types import KeyMode, PromptKeys
 from tests.kit import Client, Engine, Received, Script, Wire, ask, until
 from tests.router.pd.kit import (
     COMPLETIONS,
@@ -26,6 +28,7 @@ from tests.router.pd.kit import (
     right,
     scripted,
 )
+from tests.router.pd.pairs import member
 
 LEASE_S = 0.3
 SPOILS = {"handoff_delay": 2 * LEASE_S}
@@ -378,3 +381,60 @@ async def test_a_stream_that_may_stand_on_the_wrong_kv_is_broken_off(
         plain.close()
         stream.close()
         await until(lambda: not server._pd.streams._by_member)
+
+
+@pytest.mark.parametrize(("asked", "status"), [("one two three " * 40, 503), ("four five six " * 40, 200)])
+async def test_an_answer_that_had_not_begun_is_lost_only_where_it_shares_the_prompt(
+    asked: str, status: int
+) -> None:
+    """There is no other worker."""
+    come = [asyncio.Event(), asyncio.Event()]
+
+    async def decode(request: Received, wire: Wire) -> None:
+        if not request.target.startswith(COMPLETIONS) or request.json()["model"] != "m":
+            await wire.answer(404, b"{}")
+            return
+        await come[request.json()["user"]].wait()
+        await completed()(request, wire)
+
+    async with (
+        Engine(prefilled()) as p,
+        Engine(decode) as d,
+        scripted(
+            [p], [d], pd={"kv_lease_s": LEASE_S}, health=NEVER_MARKED, policy="prefix_affinity"
+        ) as server,
+    ):
+        first, second = await Client.connect(server.url), await Client.connect(server.url)
+        await first.send(COMPLETIONS, {**BODY, "prompt": "one two three " * 40 + "end", "user": 0})
+        await until(lambda: len(d.received) == 1)
+        await asyncio.sleep(LEASE_S)
+        await second.send(COMPLETIONS, {**BODY, "prompt": asked, "user": 1})
+        await until(lambda: len(d.received) == 2)
+        p.metrics = "vllm:nixl_num_kv_expired_reqs_total{} 1.0\n"
+        come[0].set()
+        assert (await first.receive()).status == 502
+        assert member_of(server, d).state is State.SPOILT
+        p.metrics = "vllm:nixl_num_kv_expired_reqs_total{} 0.0\n"  # the second one's own was in time
+        come[1].set()
+        answer = await second.receive()
+        assert answer.status == status
+        first.close()
+        second.close()
+        await until(lambda: member_of(server, d).state is State.READY)
+        assert not server._pd.streams._wrong
+
+
+def test_what_is_known_of_wrong_kv_is_bounded() -> None:
+    streams, one = Streams(), member("http://d:1")
+    for number in range(3 * MAX_WRONG):
+        streams.break_off(one, 0.0, keyed(number))
+    assert len(streams._wrong[one]) == MAX_WRONG + 1
+    assert streams.is_suspect(one, keyed(-1)), "there may be more than is known"
+    streams.cured(one)
+    streams.break_off(one, 0.0, keyed(1))
+    assert [streams.is_suspect(one, keyed(number)) for number in (1, 2)] == [True, False]
+
+
+def keyed(number: int) -> Prompt:
+    keys = PromptKeys(KeyMode.BYTES, [number, 10**6 + number], 16, 32)
+    return Prompt(({16: keys},), KeyMode.BYTES)
