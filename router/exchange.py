@@ -222,7 +222,7 @@ class Exchange:
 
     def _may_redo(self, choice: Choice, error: GatewayError) -> bool:
         """Once: where KV grew too old before its decode worker came to it, and no other one could."""
-        is_late = self._split is not None and self._split.late_at is choice.member
+        is_late = self._split is not None and self._split.age.late_at is choice.member
         if not is_late or self._redone or error.failure is not Failure.DECODE_TIMEOUT:
             return False
         tried, parsed = [*self._tried, choice.member], self._parsed
@@ -255,7 +255,7 @@ class Exchange:
         if self._hints is None:
             response = await self._post(choice, request, timeouts)
             if self._split is not None and self._sending.connection is not None:
-                await self._split.check_late(choice.member, self._sending.connection)
+                await self._split.age.check_late(choice.member, self._sending.connection)
             return response
         return await self._hints.send(request, choice, timeouts, partial(self._post, choice))
 

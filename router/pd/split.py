@@ -27,11 +27,10 @@ from typing import Any
 import orjson
 
 from kvroute.clock import monotonic
-from kvroute.router.discovery import read_metrics
 from kvroute.router.dispatch import Choice
 from kvroute.router.errors import Failure, GatewayError
 from kvroute.router.heads import request_head
-from kvroute.router.meter import Meter
+from kvroute.router.pd.age import Age
 from kvroute.router.pd.asking import GivingUp, declines
 from kvroute.router.pd.body import Fields, leg_body, short_prefill
 from kvroute.router.pd.books import Asked
@@ -40,11 +39,10 @@ from kvroute.router.pd.desk import Desk, Kept
 from kvroute.router.pd.planning import Planned
 from kvroute.router.pd.prefill_leg import REFUSALS, PrefillFailed, PrefillLeg
 from kvroute.router.pd.salting import salt_of
-from kvroute.router.probe import get
 from kvroute.router.sending import Sending
 from kvroute.router.sweeper import NEVER
 from kvroute.router.upstream import Response, StaleConnection, UpstreamConnection
-from kvroute.router.workers import Member, State
+from kvroute.router.workers import State
 
 BLAME_S = 0.05
 """When a decode worker fails, the cause may be a prefill worker that fails at the same time."""
@@ -52,10 +50,6 @@ NEVER_SENT = frozenset(
     {Failure.CONNECT_REFUSED, Failure.CONNECT_FAILED, Failure.CONNECT_TIMEOUT, Failure.EXHAUSTED}
 )
 """Failures of a leg of which its worker has heard nothing."""
-SURELY = 0.8
-"""Of the predicted time of an answer's tokens, what they take at least."""
-ASK_S = 5.0
-"""For a prefill worker's count of what it has let go."""
 
 
 class Phase(StrEnum):
@@ -82,6 +76,7 @@ class Split:
         self._prompts = planned.prompts
         self._asked = asked
         self._deadline_s = deadline_s
+        self.age = Age(desk, asked)
         self.phase = Phase.CHOSEN
         self.sending: Sending | None = None
         self.cached_tokens: int | None = None
@@ -91,10 +86,6 @@ class Split:
         self._leg: PrefillLeg | None = None
         self._tasks: tuple[asyncio.Task[Any], ...] = ()
         self._kept: Kept | None = None
-        self.late_at: Member | None = None
-        """The decode worker that a stream was given up at, as its KV grew too old before the first byte."""
-        self._late: Kept | None = None
-        """What it had not fetched by then, or not used."""
         self._unsent = self._keeps = False
         self._is_told = False
         """The decode worker may have begun to fetch."""
@@ -314,7 +305,9 @@ class Split:
                 and streams
                 and (books.decode_is_short or by_s < NEVER)
             ):
-                self._note_late(by_s)
+                if monotonic() >= by_s:
+                    self.age.grew_late(self._choice.member, self._kept)
+                    self._kept = None
                 raise GatewayError(Failure.DECODE_TIMEOUT, error.message) from None
             raise
 
@@ -327,15 +320,6 @@ class Split:
             self._unsent = kept is not None and kept.handoff is not None
             raise
 
-    def _note_late(self, by_s: float) -> None:
-        """It tells the prefill worker itself that it does not fetch; if it does not, the lease soon ends.
-
-        To let the KV go before would leave it nothing to be right by.
-        """
-        if monotonic() >= by_s:
-            self._desk.books.pd_metrics.expired.add("wait")
-            self.late_at, self._late, self._kept = self._choice.member, self._kept, None
-
     def _headers(self, own: Leg) -> list[tuple[bytes, bytes]]:
         named = (b"X-Request-Id", self._pair.id.encode("latin-1", "replace"))
         if not own.headers:
@@ -346,55 +330,12 @@ class Split:
 
     async def _check_age(self) -> None:
         """Of an answer that came when a lease may have been over: whether it can be what it should be."""
-        kept, member = self._kept, self._choice.member
+        kept = self._kept
         if kept is None or kept.handoff is None or self._connector.is_concurrent:
             return  # whoever pushes KV knows whether it is still there
         assert self.sending is not None
-        connection = self.sending.connection
-        assert connection is not None
-        if monotonic() >= kept.send_by_s and not self._began_in_time(kept, connection):
-            await self._check_expired(kept, member, connection)
-        await self.check_late(member, connection)
-
-    async def check_late(self, member: Member, connection: UpstreamConnection) -> None:
-        """Of an answer to the same prompt, split or not, by a worker that was too late before: it may have
-        come to that leg after all.
-        """
-        late = self._late
-        if late is not None and member is self.late_at and monotonic() >= late.until_s:
-            await self._check_expired(late, member, connection)
-
-    async def _check_expired(self, kept: Kept, member: Member, connection: UpstreamConnection) -> None:
-        connection.pause()  # nobody takes what comes meanwhile
-        expired = await self._expired_there(kept.pair.prefill)
-        connection.resume()
-        if expired is None or expired > kept.expired:
-            self._desk.books.pd_metrics.expired.add("answer")
-            self._desk.spoiled(member, kept.send_by_s, self._asked.prompt)
-            message = "the answer came when the prefill worker had let KV go"
-            raise GatewayError(Failure.HANDOFF_EXPIRED, message)
-
-    def _began_in_time(self, kept: Kept, connection: UpstreamConnection) -> bool:
-        """Of an answer that is not streamed and all there: whether its tokens alone take so long that the
-        first of them, and the KV before it, came while the lease lasted.
-        """
-        prediction = self._choice.prediction
-        if self._asked.view.stream or prediction is None or not connection.complete:
-            return False
-        body, now_s = connection.take_body(), monotonic()
-        connection.give_back(body)
-        meter = Meter(None)
-        meter.feed(body, now_s)
-        tokens = meter.usage().completion_tokens or 0
-        return now_s - SURELY * tokens * prediction.itl_s < kept.send_by_s
-
-    async def _expired_there(self, member: Member) -> int | None:
-        """How often the prefill worker has let KV go; None when it does not say."""
-        try:
-            answer = await get(member, "/metrics", ASK_S)
-        except (GatewayError, TimeoutError):
-            return None
-        return read_metrics(answer.body.decode("utf-8", "replace")).kv_expired
+        assert self.sending.connection is not None
+        await self.age.check(kept, self._choice, self.sending.connection)
 
     # --- both at once --------------------------------------------------------------------------
 
