@@ -303,7 +303,7 @@ class Dispatcher:
             output_tokens=fleet.output_tokens,
             keys=fleet.keys,
         )
-        lease.charge.first_byte(fleet.now_s)
+        lease.charge.await_kv(fleet.now_s)
         return lease
 
     def _fleet(

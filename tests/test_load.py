@@ -215,3 +215,25 @@ def test_what_is_not_said_corrects_nothing(usage_ratio: float | None, room_token
     assert (load.kv_usage_ratio, load.kv_unbooked_tokens) == (usage_ratio, 0.0)
     assert load.kv_used_tokens == 8200
     assert load.version == version + 1
+
+
+def test_kv_that_is_still_to_come_is_no_room_that_requests_share() -> None:
+    """Of 1000 and 2000 tokens promised the first have come: 1000 of 10,000 are in use, and 2000 will be."""
+    load = WorkerLoad()
+    here, coming = (load.charge(0.0, prompt_tokens=tokens) for tokens in (1000, 2000))
+    for charge in (here, coming):
+        charge.await_kv(0.0)
+    assert (load.prefilling, load.awaited_tokens, load.context_tokens) == (0, 3000, 3000)
+    here.first_byte(1.0)
+    load.report_kv(0.1, 10_000)
+    assert (load.awaited_tokens, load.kv_unbooked_tokens, load.kv_used_tokens) == (2000, 0.0, 3000.0)
+    coming.first_byte(2.0)
+    coming.first_byte(2.0)
+    load.report_kv(0.3, 10_000)
+    assert (load.awaited_tokens, load.kv_used_tokens) == (0, 3000.0)
+    lost = load.charge(3.0, prompt_tokens=500)
+    lost.await_kv(3.0)
+    for charge in (lost, here, coming, lost):
+        charge.release(4.0)
+    load.check_integrity()
+    assert load.awaited_tokens == 0

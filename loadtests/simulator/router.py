@@ -155,6 +155,7 @@ class Router(Generic[T]):
     def first_byte(self, placement: Placement) -> None:
         """Its first token is there."""
         placement.charge.first_byte(self._clock())
+        placement.decode_charge.first_byte(self._clock())
 
     def prefilled(self, ask: Ask[T], placement: Placement, cached_tokens: int) -> None:
         """The prefill worker's part of a split request is over."""
@@ -316,7 +317,7 @@ class Router(Generic[T]):
             output_tokens=fleet.output_tokens,
             keys=fleet.keys,
         )
-        charge.first_byte(fleet.now_s)
+        charge.await_kv(fleet.now_s)
         return charge
 
 

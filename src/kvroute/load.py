@@ -18,6 +18,7 @@ class Charge:
     """What one request adds to one worker. `first_byte` and `release` are idempotent."""
 
     __slots__ = (
+        "_awaits_kv",
         "_keys",
         "_load",
         "_pending",
@@ -44,20 +45,36 @@ class Charge:
         self._load = load
         self._keys = keys
         self._pending = True
+        self._awaits_kv = False
         self._released = False
+
+    def await_kv(self, now_s: float) -> None:
+        """Its prompt is prefilled elsewhere: for prices it decodes here from now on, but its KV takes
+        no room before the first byte.
+        """
+        self.first_byte(now_s)
+        self._awaits_kv = True
+        self._load.awaited_tokens += self.prompt_tokens
 
     def first_byte(self, now_s: float) -> None:
         """Prefill is over."""
         if self._pending:
             self._pending = False
             self._load.prefilled(self, now_s)
+        self._has_kv()
 
     def release(self, now_s: float) -> None:
         """The request is over, whatever phase it was in."""
         if not self._released:
             self._released = True
+            self._has_kv()
             self._load.released(self, self._keys, now_s, pending=self._pending)
             self._pending = False
+
+    def _has_kv(self) -> None:
+        if self._awaits_kv:
+            self._awaits_kv = False
+            self._load.awaited_tokens -= self.prompt_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -93,6 +110,8 @@ class WorkerLoad:
     """Prompt and expected output of all of this gateway's requests."""
     growth_tokens: float = 0.0
     """Of that, output yet to come: half of what is expected of those decoding, all of those prefilling."""
+    awaited_tokens: int = 0
+    """Of `kv_tokens`, prompts whose KV is still to come from a prefill worker."""
     prefilled_s: float = 0.0
     """Prefill seconds of late, fading with `PREFILL_SHARE_TAU_S`, as of `prefilled_at_s`."""
     prefilled_at_s: float = 0.0
@@ -189,7 +208,7 @@ class WorkerLoad:
         """
         unbooked = 0.0
         if usage_ratio is not None and room_tokens is not None:
-            coming = self.pending_prefill_tokens + self.growth_tokens
+            coming = self.pending_prefill_tokens + self.awaited_tokens + self.growth_tokens
             unbooked = usage_ratio * room_tokens + coming - self.kv_tokens
         self.kv_usage_ratio = usage_ratio
         if unbooked != self.kv_unbooked_tokens:
@@ -208,6 +227,7 @@ class WorkerLoad:
         assert abs(self.pending_prefill_s - sum(charge.prefill_s for charge in self._pending)) < 1e-6
         assert self.pending_prefill_tokens >= sum(charge.uncached_tokens for charge in self._pending)
         assert min(self.kv_tokens, self.context_tokens, self.growth_tokens) > -1e-3
+        assert self.awaited_tokens >= 0
 
     def _leave_queue(self, charge: Charge, now_s: float) -> None:
         pending = self._pending
