@@ -21,6 +21,7 @@ from kvroute.loadtests.simulator.compare import Source
 
 MAX_ROUNDS = 1000
 MAX_NAME = 100
+MAX_LAST_S = 30 * 86_400.0
 _NAMED = re.compile(r"([^=:]+)=(.+)")
 
 
@@ -100,6 +101,11 @@ def due(
         made.arrivals()
     except ValueError as error:
         raise ReplayError(f"--scale, --arrivals or --jitter: {error}") from None
+    if made.last_s > MAX_LAST_S:
+        days = MAX_LAST_S / 86400
+        raise ReplayError(
+            f"--speed or --rate: the last request is due after {made.last_s:.3g} s; {days:g} days is most"
+        )
     return made
 
 

@@ -407,6 +407,7 @@ def replay(**fields: Any) -> Replay:
     ("fields", "said"),
     [
         ({"speed": 0.0}, "--speed must be positive, got 0"),
+        ({"speed": 1e-300}, "--speed or --rate: the last request is due after .* s; 30 days is most"),
         ({"speed": -1.0}, "--speed"),
         ({"scale": 0.0}, "--scale"),
         ({"limit": 0}, "--limit"),
