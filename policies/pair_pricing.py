@@ -33,7 +33,7 @@ from kvroute.types import NO_MATCH, Fleet, RequestView, Worker
 
 MAX_FLEETS = 8
 """Whose ways are kept: one for each model asked for in turn."""
-BOTH_ENDS = 1.5
+BOTH_ENDS = 1.0
 """For the room that the KV takes at both ends meanwhile, per second on the wire. It is what keeps a slow link
 for splits that pay well."""
 COPY = 0.3

@@ -50,9 +50,10 @@ place of the one after."""
 LONG = 30.0
 """Times a decode step, from which on a prefill does not go before: who decodes there is given that step
 between two prefills that stall all."""
-PARKED_S = 0.3
+PARKED_S = 1.0
 """So long may a prompt's KV be expected to wait at its prefill worker for room where it is to be decoded:
-that costs less than room kept free while it is computed. Beyond, room is given to short ones first."""
+that costs less than room kept free while it is computed. Beyond, room is given to short ones first, until a
+prompt has waited as long as it would there: else the room that long ones need is never free at once."""
 APART = 1.25
 """Times as much a stall of decodes counts where prefills need not be done beside them."""
 LATE = 1.5
@@ -73,9 +74,9 @@ class Ttft:
     where that is small (`worth`).
 
     With `hold`, a request whose cheapest worker has a prefill ahead, or no KV room (of a split, none for
-    longer than `PARKED_S`), waits in the gateway, short ones first and aged by `age_weight`; its prefill
-    counts as promised for those behind it. When a worker frees it is priced again, and goes where it is then
-    cheapest.
+    longer than `PARKED_S`, or than it has waited), waits in the gateway, short ones first and aged by
+    `age_weight`; its prefill counts as promised for those behind it. When a worker frees it is priced again,
+    and goes where it is then cheapest.
 
     Each request is priced alone, so that none of many equal ones would pay for a copy that the rest could
     use: a worker that is crowded while another is idle is left to those it has, and the cheapest of those
@@ -243,7 +244,7 @@ class Ttft:
         if (
             choice.prefill != choice.decode
         ):  # room there is for whoever comes first, and prefill takes its time
-            return decode.room_s > PARKED_S
+            return decode.room_s > max(PARKED_S, fleet.held_s)
         return not has_room(load, pace, request.prompt_tokens, fleet.output_tokens)
 
     def _decision(

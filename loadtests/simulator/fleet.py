@@ -48,8 +48,8 @@ class EngineFleet:
 
     Split requests are served as by vLLM's proxy for NIXL. The prefill worker computes the prompt and a token,
     which is thrown away; then the decode worker gives room, the KV travels, and the prompt's last token is
-    computed there again: the client's first token is the decode worker's. Blocks stay cached at the prefill
-    worker, where they may be evicted although they have not left.
+    computed there again: the client's first token is the decode worker's. Until its KV is there, a prompt
+    keeps its room at the prefill worker; then its blocks stay cached at both.
     """
 
     def __init__(
