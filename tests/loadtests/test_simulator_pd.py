@@ -12,6 +12,7 @@ from kvroute.conductor.index import Holder
 from kvroute.loadtests.mock_engine.block_cache import BlockCache
 from kvroute.loadtests.mock_engine.scheduler import Scheduler
 from kvroute.loadtests.mock_engine.sequences import Phase, Sequence
+from kvroute.loadtests.simulator.loop import EventLoop
 from kvroute.loadtests.simulator.requests import Record
 from kvroute.loadtests.simulator.setting import Setting
 from kvroute.loadtests.simulator.simulation import Simulation
@@ -313,3 +314,29 @@ def test_a_remote_sequence_may_be_broken_off_on_its_way() -> None:
     scheduler.abort(sequence)
     assert (scheduler.running, scheduler.cache.free_blocks) == (0, 10)
     scheduler.check_integrity()
+
+
+def test_a_prompt_keeps_its_room_at_the_prefill_worker_until_its_kv_has_left() -> None:
+    """Four blocks: the first prompt holds three until it is let in after the one before it has ended, so that
+    the third, of two, is computed only then.
+    """
+    small = Setting(split=(1, 1), scale=1.0, kv_tokens=2048, handoff=LINK)
+    work = requests((0.0, 1500, 100, (1, 2)), (0.1, 1500, 2, (3, 4)), (0.2, 1000, 2, (5, 6)))
+    _, (one, two, three) = run(small, Seen(), work)
+    assert one.end_s is not None
+    assert two.first_s is not None
+    assert three.start_s is not None
+    there_s = one.end_s + 3 * BLOCK_S + 0.002
+    assert two.first_s == pytest.approx(there_s + decode_ms(1499) / 1e3)
+    assert three.start_s == pytest.approx(there_s)
+
+
+def test_ends_of_steps_of_one_moment_come_in_the_order_of_workers() -> None:
+    loop, came = EventLoop(), list[str]()
+    loop.at(1.0, came.append, "news")
+    loop.turn_at(1.0, 2, came.append, "third")
+    loop.turn_at(1.0, 0, came.append, "first")
+    loop.turn_at(1.0, 1, came.append, "second")
+    loop.first_at(1.0, came.append, "arrival")
+    loop.run()
+    assert came == ["arrival", "first", "second", "third", "news"]
