@@ -54,7 +54,7 @@ PARKED_S = 1.0
 """So long may a prompt's KV be expected to wait at its prefill worker for room where it is to be decoded:
 that costs less than room kept free while it is computed. Beyond, room is given to short ones first, until a
 prompt has waited as long as it would there: else the room that long ones need is never free at once."""
-APART = 1.25
+APART = 1.6
 """Times as much a stall of decodes counts where prefills need not be done beside them."""
 LATE = 1.5
 """Times what prefill should take, from which on it does not explain that nothing is heard."""

@@ -226,7 +226,7 @@ def test_short_prompts_are_done_whole_by_decode_workers_that_may() -> None:
     ("node", "links", "view", "said"),
     [
         (Node(decoding=4), FAST, {}, ("ab", "split")),
-        (Node(decoding=4), SLOW, {}, ("cc", "handoff")),  # 0.3 s, and as much for the room at both ends
+        (Node(decoding=3), SLOW, {}, ("cc", "handoff")),  # 0.3 s, and as much for the room at both ends
         (Node(cached=2990), FAST, {}, ("cc", "whole")),  # nothing to gain, were it free
         (Node(decoding=4), FAST, {"ttft_limit_s": 0.307}, ("cc", "limit")),
     ],
