@@ -39,7 +39,7 @@ from kvroute.router.terms import short_form
 from kvroute.router.token_source import GatewayTokens
 from kvroute.router.upstream import Response, Sink
 from kvroute.router.waiting import Waiting
-from kvroute.router.workers import IN_BAND_ERROR, Member, Registry, State
+from kvroute.router.workers import IN_BAND_ERROR, Member, Registry
 from kvroute.types import Outcome
 
 log = structlog.get_logger(__name__)
@@ -181,8 +181,6 @@ class Exchange:
         try:
             response = await self._send(choice)
             status = response.status
-            if choice.member.state is State.SPOILT and status < 400:
-                self._check_cache(choice.member)
             if status >= 500:
                 failure = f"status_{status if status in REASONS else OTHER}"
             if status in self._services.config.retry.statuses:
@@ -207,9 +205,9 @@ class Exchange:
             self._end_attempt(choice, status, failure, usage)
         return None
 
-    def _check_cache(self, member: Member) -> None:
+    def _check_cache(self, choice: Choice) -> None:
         """Of a worker that was found to be spoilt before it began to answer."""
-        if self._services.pd.streams.is_suspect(member, self._prompt):
+        if self._services.pd.streams.is_suspect(choice.member, self._prompt, choice.chosen_s):
             raise GatewayError(Failure.SPOILT, "the worker's cache may hold wrong KV since")
 
     def _blame(self, choice: Choice, error: GatewayError) -> None:
@@ -254,10 +252,11 @@ class Exchange:
         self._sending = Sending(choice.member, self._services.metrics)
         if self._hints is None:
             response = await self._post(choice, request, timeouts)
-            if self._split is not None and self._sending.connection is not None:
-                await self._split.age.check_late(choice.member, self._sending.connection)
-            return response
-        return await self._hints.send(request, choice, timeouts, partial(self._post, choice))
+        else:
+            response = await self._hints.send(request, choice, timeouts, partial(self._post, choice))
+        if self._split is not None and response.status < 400 and self._sending.connection is not None:
+            await self._split.age.check_late(choice.member, self._sending.connection)
+        return response
 
     async def _post(self, choice: Choice, request: Request, timeouts: Timeouts) -> Response:
         sending = self._sending
@@ -283,7 +282,7 @@ class Exchange:
         self._sending = split.sending
         if split.cached_tokens is not None and not response.encoded:
             self._cached = CachedTokens(split.cached_tokens)
-        elif split.giving_up is not None:
+        elif split.giving_up is not None and not response.encoded:
             self._cached = split.giving_up
         return response
 
@@ -299,6 +298,8 @@ class Exchange:
         self._meter = meter
         if self._cached is not None and response.content_length:
             await self._read_all()
+        if response.status < 400:
+            self._check_cache(choice)
         if not self._start(response, choice, meter):
             await self._stream()
         return meter.usage(), meter.streams and meter.in_band_error()

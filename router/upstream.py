@@ -214,7 +214,7 @@ class UpstreamConnection(asyncio.Protocol):
             if not self._closed:
                 self._transport.resume_reading()
                 self._read_s = monotonic()
-                self.deadline_s = self._idle_deadline_s
+                self.deadline_s = self._total_deadline_s if self._done is None else self._idle_deadline_s
 
     # --- asyncio.Protocol ----------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from kvroute.clock import monotonic
 from kvroute.router.errors import GatewayError
 from kvroute.router.metrics import Counter
+from kvroute.router.pd.prefill_leg import MAX_KEPT_BYTES
 from kvroute.router.probe import post
 from kvroute.router.sending import Sending
 from kvroute.router.upstream import UpstreamConnection
@@ -67,6 +68,8 @@ class Releaser:
         self._later: dict[asyncio.TimerHandle, _Due] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._heard: set[asyncio.Task[None]] = set()
+        self._hurry = asyncio.Event()
+        """Grace is over for all: the gateway stops."""
 
     def __len__(self) -> int:
         return self._due.qsize() + len(self._later) + len(self._tasks) + len(self._heard)
@@ -102,30 +105,49 @@ class Releaser:
         pieces: list[bytes],
         then: Callable[[bytes], None],
     ) -> None:
+        hurry = asyncio.get_running_loop().create_task(self._hurry.wait())
         try:
             pieces.append(connection.take_body())
-            ended = connection.stream_to(lambda data, _now_s: pieces.append(data))
-            await asyncio.wait((ended,), timeout=self._grace_s)
+            size = sum(map(len, pieces))
+
+            def take(data: bytes, _now_s: float) -> None:
+                nonlocal size
+                size += len(data)
+                if size <= MAX_KEPT_BYTES:
+                    pieces.append(data)
+
+            ended = connection.stream_to(take)
+            await asyncio.wait((ended, hurry), timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done() and connection.half_close():
                 await asyncio.wait((ended,), timeout=HEAR_S)
-            if ended.done() and ended.exception() is None:  # else it has not answered
+            # Else it has not answered, or with what cannot be read.
+            if ended.done() and ended.exception() is None and size <= MAX_KEPT_BYTES:
                 then(b"".join(pieces))
         finally:
+            hurry.cancel()
             sending.finish()
 
     async def stop(self, within_s: float = 1.0) -> None:
         """Send what is due, but for so long at most; idempotent."""
-        later, self._later = self._later, {}
-        for timer, due in later.items():
-            timer.cancel()
-            if not due.is_repeat:
-                self._begin(due)
+        self._hurry.set()
+        until_s = monotonic() + within_s
+        while monotonic() < until_s:
+            later, self._later = self._later, {}
+            for timer, due in later.items():
+                timer.cancel()
+                if not due.is_repeat:
+                    self._begin(due)
+            if not (tasks := [*self._tasks, *self._heard]):
+                break
+            # One that was heard out has KV to let go: that is begun in the meantime.
+            await asyncio.wait(tasks, timeout=until_s - monotonic(), return_when=asyncio.FIRST_COMPLETED)
         tasks = [*self._tasks, *self._heard]
-        if tasks:
-            await asyncio.wait(tasks, timeout=within_s)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for timer in self._later:
+            timer.cancel()
+        self._later.clear()
 
     def _begin(self, due: _Due) -> None:
         if self._is_full():

@@ -39,9 +39,7 @@ class Resets:
         if member in self._tasks:
             self._again.add(member)
             return
-        task = asyncio.get_running_loop().create_task(self._cure(member))
-        self._tasks[member] = task
-        task.add_done_callback(lambda _task: self._tasks.pop(member, None))
+        self._tasks[member] = asyncio.get_running_loop().create_task(self._cure(member))
 
     async def stop(self) -> None:
         """Idempotent."""
@@ -49,8 +47,16 @@ class Resets:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()  # of those that had not begun
 
     async def _cure(self, member: Member) -> None:
+        try:
+            await self._try(member)
+        finally:  # in the same step: who is spoilt after it needs a task of its own
+            self._tasks.pop(member, None)
+            self._again.discard(member)
+
+    async def _try(self, member: Member) -> None:
         """A worker that drains, or was replaced by its next process, needs no cure."""
         pause_s = FIRST_PAUSE_S
         for tries in itertools.count(1):
@@ -60,14 +66,13 @@ class Resets:
             result = await self._ask(member)
             self._counter.add(result)
             if result == "reset" and member not in self._again:
-                if member.state is State.SPOILT:
-                    self._registry.set_state(member, State.READY)
-                return
+                self._registry.set_state(member, State.READY)
+                continue
             if result == "absent" and self._may_salt(member):
                 member.salt = secrets.token_hex(8)
                 self._counter.add("salted")
                 self._registry.set_state(member, State.READY)
-                return
+                continue
             if tries == 1:
                 log.warning("prefix cache not reset", worker=member.worker.id, result=result)
             await asyncio.sleep(pause_s)

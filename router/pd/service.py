@@ -183,8 +183,9 @@ class Pd:
     def _changed(self, member: Member) -> None:
         self._fleets = None
         if member.state is not State.SPOILT:
-            self.streams.cured(member)
+            self.streams.cured(member, self.books.registry.clock())
         if member.state is State.GONE:
+            self.streams.gone(member)
             for connector in self._connectors.values():
                 connector.forget(member)
             for pair in [pair for pair in self._shaken if member.worker.id in pair]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from math import inf
 
 from msgspec import Struct
 
@@ -29,18 +30,25 @@ class Start(Struct, frozen=True):
         return self.mode is None or self.mode is not other.mode or not self.keys.isdisjoint(other.keys)
 
 
+class Wrong(Struct):
+    """A prompt whose KV in a worker's cache is wrong."""
+
+    start: Start
+    until_s: float = inf
+    """When the cache was cured. What the worker was given before may stand on it all the same."""
+
+
 MAX_WRONG = 64
 ANY = Start(None, frozenset())
 
 
 class Streams:
     """`begin` with the first of a stream's body, `end` whatever happens; `cured` when a worker is not spoilt
-    any more.
+    any more, `gone` when it is forgotten.
     """
 
     def __init__(self) -> None:
-        self._wrong: dict[Member, list[Start]] = {}
-        """By worker, the prompts whose KV is."""
+        self._wrong: dict[Member, list[Wrong]] = {}
         self._by_member: defaultdict[Member, dict[UpstreamConnection, tuple[float, Start]]] = defaultdict(
             dict
         )
@@ -60,8 +68,9 @@ class Streams:
         """
         wrong, broken = Start.of(prompt), 0
         known = self._wrong.setdefault(member, [])
-        known.append(wrong if len(known) < MAX_WRONG else ANY)
-        del known[MAX_WRONG + 1 :]
+        if len(known) >= MAX_WRONG:
+            known[:] = [one for one in known if one.until_s == inf][-MAX_WRONG:]
+        known.append(Wrong(wrong if len(known) < MAX_WRONG else ANY))
         for connection, (began_s, start) in list(self._by_member.get(member, {}).items()):
             if began_s >= since_s and start.may_share(wrong):
                 message = "wrong KV was found in the worker's cache, on which this answer may stand"
@@ -69,10 +78,22 @@ class Streams:
                 broken += 1
         return broken
 
-    def is_suspect(self, member: Member, prompt: Prompt) -> bool:
-        """Whether an answer to it that begins now, at a spoilt worker, may stand on wrong KV."""
+    def is_suspect(self, member: Member, prompt: Prompt, chosen_s: float) -> bool:
+        """Whether an answer by this worker that begins now may stand on wrong KV: one that was spoilt may
+        have taken the request on before its cure.
+        """
+        known = self._wrong.get(member)
+        if known is None:
+            return False
         start = Start.of(prompt)
-        return any(start.may_share(wrong) for wrong in self._wrong.get(member, (ANY,)))
+        return any(chosen_s <= one.until_s and start.may_share(one.start) for one in known)
 
-    def cured(self, member: Member) -> None:
+    def cured(self, member: Member, now_s: float) -> None:
+        """Also said of workers that never were spoilt."""
+        for one in self._wrong.get(member, ()):
+            one.until_s = min(one.until_s, now_s)
+        if member.requests == 0:
+            self._wrong.pop(member, None)
+
+    def gone(self, member: Member) -> None:
         self._wrong.pop(member, None)

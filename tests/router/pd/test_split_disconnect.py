@@ -153,6 +153,27 @@ async def test_a_prefill_that_ends_soon_is_not_cut_off() -> None:
         await until(lambda: not any(one.requests for one in server.registry.members.values()))
 
 
+async def test_a_gateway_that_stops_gives_no_more_grace() -> None:
+    asked = asyncio.Event()
+
+    async def prefill(request: Received, wire: Wire) -> None:
+        asked.set()
+        await wire.eof()
+        wire.closed = True
+        await prefilled()(request, wire)
+
+    grace = {"prefill_grace_s": HANG_S}
+    async with Engine(prefill) as p, Engine() as d, scripted([p], [d], pd=grace) as server:
+        client = await Client.connect(server.url)
+        await client.send(COMPLETIONS, {"model": "m", "prompt": "x"})
+        await asked.wait()
+        client.abort()
+        await until(lambda: len(server._pd.releaser) == 1)
+        await server._pd.releaser.stop(HANG_S)
+        assert d.received[0].json()["kv_transfer_params"] == HANDED
+        assert len(server._pd.releaser) == 0
+
+
 async def test_mooncake_s_kv_is_let_go_whether_prefill_was_over_or_not() -> None:
     """Its name is the gateway's own. An engine that hears of a client that left may be done already."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -263,6 +264,28 @@ async def test_what_spoils_it_during_a_reset_needs_another_one() -> None:
         assert asked == 2
 
 
+async def test_what_spoils_it_in_the_moment_of_its_cure_is_cured_too() -> None:
+    asked = 0
+
+    async def decode(_request: Received, wire: Wire) -> None:
+        nonlocal asked
+        asked += 1
+        await wire.answer(200, b'{"success":true}')
+
+    async with Engine(prefilled()) as p, Engine(decode) as d, scripted([p], [d]) as server:
+        again = [None]
+
+        def cured(member: Member) -> None:
+            if member.state is State.READY and again:
+                again.clear()
+                spoil(server, d)
+
+        server.registry.on_change(cured)
+        member = spoil(server, d)
+        await until(lambda: asked == 2 and member.state is State.READY)
+        await until(lambda: not server._pd._resets._tasks)
+
+
 async def test_kv_meant_for_it_goes_to_another_decode_worker() -> None:
     async with short(2, health=NEVER_MARKED, mock={"development": False}) as one:
         one.prefill[0].faults.set({"ttft": 0.1})
@@ -278,9 +301,12 @@ async def test_kv_meant_for_it_goes_to_another_decode_worker() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"echo": True}])
-async def test_an_answer_that_had_not_begun_there_is_another_worker_s(fields: dict[str, Any]) -> None:
-    """Split or whole: it may stand on the wrong KV."""
-    async with short(2, health=NEVER_MARKED, mock={"development": False}) as one:
+@pytest.mark.parametrize("development", [False, True])
+async def test_an_answer_that_had_not_begun_there_is_another_worker_s(
+    fields: dict[str, Any], development: bool
+) -> None:
+    """Split or whole, and were the cache reset by then: it may stand on the wrong KV."""
+    async with short(2, health=NEVER_MARKED, mock={"development": development}) as one:
         for engine in one.decode:
             engine.faults.set({"ttft": 0.1, "times": 1})
             engine.faults = one.decode[0].faults
@@ -290,6 +316,7 @@ async def test_an_answer_that_had_not_begun_there_is_another_worker_s(fields: di
         spoil(one.server, first)
         answer = await client.receive()
         client.close()
+        assert (member_of(one.server, first).state is State.READY) is development
         assert answer.status == 200
         assert answer.complete
         assert sum(engine.journal.totals["received"] for engine in one.decode) == 2
@@ -421,7 +448,7 @@ async def test_an_answer_that_had_not_begun_is_lost_only_where_it_shares_the_pro
         first.close()
         second.close()
         await until(lambda: member_of(server, d).state is State.READY)
-        assert not server._pd.streams._wrong
+        assert not server._pd.streams.is_suspect(member_of(server, d), NO_PROMPT, monotonic())
 
 
 def test_what_is_known_of_wrong_kv_is_bounded() -> None:
@@ -429,10 +456,19 @@ def test_what_is_known_of_wrong_kv_is_bounded() -> None:
     for number in range(3 * MAX_WRONG):
         streams.break_off(one, 0.0, keyed(number))
     assert len(streams._wrong[one]) == MAX_WRONG + 1
-    assert streams.is_suspect(one, keyed(-1)), "there may be more than is known"
-    streams.cured(one)
+    assert streams.is_suspect(one, keyed(-1), 0.0), "there may be more than is known"
+    one.load.charge(0.0)  # somebody whom the worker was given before
+    streams.cured(one, 5.0)
+    assert [streams.is_suspect(one, keyed(2), chosen_s) for chosen_s in (4.0, 6.0)] == [True, False]
     streams.break_off(one, 0.0, keyed(1))
-    assert [streams.is_suspect(one, keyed(number)) for number in (1, 2)] == [True, False]
+    assert [streams.is_suspect(one, keyed(number), 6.0) for number in (1, 2)] == [True, False]
+    streams.cured(one, 7.0)
+    for number in range(3 * MAX_WRONG):
+        streams.break_off(one, 0.0, keyed(number))
+        streams.cured(one, 8.0 + number)
+    assert len(streams._wrong[one]) <= MAX_WRONG + 1
+    streams.gone(one)
+    assert not streams._wrong
 
 
 def keyed(number: int) -> Prompt:
