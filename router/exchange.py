@@ -133,14 +133,14 @@ class Exchange:
         leg = None if choice.prefill is None else "prefill" if isinstance(error, PrefillFailed) else "decode"
         if reason in (Failure.FIRST_BYTE_TIMEOUT, Failure.TOTAL_TIMEOUT):
             metrics.retries_denied.add("timeout")  # it may still be computing: a second one doubles the load
-        elif self._attempts >= services.config.retry.attempts:
+        elif self._attempts >= services.config.retry.attempts and reason != Failure.SPOILT:
             metrics.retries_denied.add("attempts")
         else:
             is_free = isinstance(error, PrefillFailed) and error.asks_for_whole
             if is_free:
                 self._parsed.task = Task.WHOLE
-            try:
-                again = self._another(choice, is_free=is_free)
+            try:  # a cache is no worker's failure, and of each it is found once
+                again = self._another(choice, is_free=is_free or reason == Failure.SPOILT)
             except GatewayError:
                 metrics.retries_denied.add("no_other_worker")
                 return None

@@ -139,6 +139,23 @@ async def test_what_cannot_be_kept_from_it_is_not_sent_there(
         assert (await ask(server.url, "/tokenize", BODY)).status == 200
 
 
+async def test_what_cannot_be_kept_from_it_costs_no_retry() -> None:
+    script, _ = resets((404, b"{}"))
+    once = {"attempts": 1}
+    async with (
+        Engine(prefilled()) as p,
+        Engine(script) as d,
+        Engine(completed()) as other,
+        scripted([p], [d, other], retry=once) as server,
+    ):
+        member = spoil(server, d)
+        await until(lambda: member.state is State.READY)
+        body = {"model": "m", "messages": [], "max_tokens": 2}
+        for _ in range(4):
+            assert (await ask(server.url, "/v1/messages", body)).status == 200
+        assert len([each for each in other.received if each.target == "/v1/messages"]) == 4
+
+
 async def test_an_engine_that_has_no_salt_either_stays_out_until_it_is_another_process() -> None:
     script, asked = resets((404, b"{}"))
     async with Engine(prefilled()) as p, Engine(script) as d:
