@@ -94,7 +94,9 @@ class Exchange:
         self._planned: Planned | None = None
         self._split: Split | None = None
         self._redone = False
-        self._cached: CachedTokens | GivingUp | None = None
+        """A worker that was late has had its second chance."""
+        self._filter: CachedTokens | GivingUp | None = None
+        """What the answer passes through."""
         self._body = b""
         """Of an answer that was read whole before its head was written."""
         self._meter: Meter | None = None
@@ -245,7 +247,7 @@ class Exchange:
 
     async def _send(self, choice: Choice) -> Response:
         """Send to the chosen worker, with hints where there are any; then twice when a pull is late."""
-        self._cached = None
+        self._filter = None
         if choice.prefill is not None:
             return await self._send_split(choice)
         request, timeouts = self._request, self._services.config.timeouts
@@ -281,9 +283,9 @@ class Exchange:
         response = await split.send(choice)
         self._sending = split.sending
         if split.cached_tokens is not None and not response.encoded:
-            self._cached = CachedTokens(split.cached_tokens)
+            self._filter = CachedTokens(split.cached_tokens)
         elif split.giving_up is not None and not response.encoded:
-            self._cached = split.giving_up
+            self._filter = split.giving_up
         return response
 
     # --- relaying ------------------------------------------------------------------------------
@@ -296,7 +298,7 @@ class Exchange:
         is_sse = response.content_type.startswith(b"text/event-stream")
         meter = Meter(self._services.metrics.itl.of(self.model_label) if is_sse else None)
         self._meter = meter
-        if self._cached is not None and response.content_length:
+        if self._filter is not None and response.content_length:
             await self._read_all()
         if response.status < 400:
             self._check_cache(choice)
@@ -306,7 +308,7 @@ class Exchange:
 
     async def _read_all(self) -> None:
         """Of an answer whose length is in its head, and will change."""
-        sending, cached = self._sending, self._cached
+        sending, cached = self._sending, self._filter
         assert sending is not None
         assert cached is not None
         connection = sending.connection
@@ -315,7 +317,7 @@ class Exchange:
         if not connection.complete:
             await connection.stream_to(lambda data, _now_s: pieces.append(data))
         self._body = cached.whole(pieces[0] if len(pieces) == 1 else b"".join(pieces))
-        self._cached = None
+        self._filter = None
 
     def _start(self, response: Response, choice: Choice, meter: Meter) -> bool:
         """Write the head and what has arrived of the body; True when that is all of it."""
@@ -325,12 +327,12 @@ class Exchange:
         if connection.error is not None:
             raise connection.error
         first = self._body or connection.take_body()
-        if self._cached is not None:
-            first = self._cached.feed(first)
+        if self._filter is not None:
+            first = self._filter.feed(first)
             if connection.error is not None:
                 raise connection.error
             if connection.complete:
-                first += self._cached.end()
+                first += self._filter.end()
         if first:
             now_s = monotonic()
             meter.feed(first, now_s)
@@ -369,20 +371,20 @@ class Exchange:
             write(data)
 
         try:
-            await connection.stream_to(relay if self._cached is None else self._counting(self._cached, relay))
+            await connection.stream_to(relay if self._filter is None else self._filtered(self._filter, relay))
         finally:
             if streams is not None and self._member is not None:
                 streams.end(self._member, connection)
-        if self._cached is not None and (rest := self._cached.end()):
+        if self._filter is not None and (rest := self._filter.end()):
             write(rest)
         client.end()
 
     @staticmethod
-    def _counting(cached: CachedTokens | GivingUp, relay: Sink) -> Sink:
+    def _filtered(passes: CachedTokens | GivingUp, relay: Sink) -> Sink:
         """The same, with the prefill's count of cached tokens, or up to where the worker gives up."""
 
         def counted(data: bytes, now_s: float) -> None:
-            if data := cached.feed(data):
+            if data := passes.feed(data):
                 relay(data, now_s)
 
         return counted

@@ -59,7 +59,7 @@ class Age:
         connection.resume()
         if expired is None or expired > kept.expired:
             self._desk.books.pd_metrics.expired.add("answer")
-            self._desk.spoiled(member, kept.send_by_s, self._asked.prompt)
+            self._desk.spoilt(member, kept.send_by_s, self._asked.prompt)
             message = "the answer came when the prefill worker had let KV go"
             raise GatewayError(Failure.HANDOFF_EXPIRED, message)
 

@@ -67,7 +67,7 @@ class Desk(Protocol):
         """From the prefill's answer to the first byte of the decode worker."""
         ...
 
-    def spoiled(self, decode: Member, since_s: float, prompt: Prompt) -> None:
+    def spoilt(self, decode: Member, since_s: float, prompt: Prompt) -> None:
         """It may have fetched KV for `prompt` that was another's by then, at `since_s` or later, and may
         answer from it again.
         """

@@ -219,7 +219,7 @@ class Pd:
         if len(self._shaken) > MAX_SHAKEN:
             del self._shaken[next(iter(self._shaken))]
 
-    def spoiled(self, decode: Member, since_s: float, prompt: Prompt) -> None:
+    def spoilt(self, decode: Member, since_s: float, prompt: Prompt) -> None:
         broken = self.streams.break_off(decode, since_s, prompt)
         if broken:
             self.books.pd_metrics.failures.add("decode", Failure.SPOILT.value, by=broken)

@@ -1,4 +1,4 @@
-"""The life of a split request: prefill on one worker, decode on another. All of it is in this file.
+"""The life of a split request: prefill on one worker, decode on another. Its states are in this file alone.
 
     chosen -> prefilling -> prefilled -> handed -> decoding -> done
       ^___________|____________|___________|          |

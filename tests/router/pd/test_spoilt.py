@@ -59,7 +59,7 @@ def member_of(server: GatewayServer, engine: Engine | MockEngine) -> Member:
 
 def spoil(server: GatewayServer, engine: Engine | MockEngine) -> Member:
     member = member_of(server, engine)
-    server._pd.spoiled(member, math.inf, NO_PROMPT)
+    server._pd.spoilt(member, math.inf, NO_PROMPT)
     return member
 
 
