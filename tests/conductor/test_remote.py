@@ -187,7 +187,7 @@ async def test_a_conductor_that_hangs_costs_the_budget_and_no_more() -> None:
 
 
 async def test_a_conductor_that_hangs_for_long_is_dropped_and_tried_again() -> None:
-    async with scripted(hang, stall_s=0.03) as client:
+    async with scripted(hang, stall_s=0.5) as client:
         await until(lambda: client.connected)
 
         async def ask() -> None:
@@ -196,7 +196,7 @@ async def test_a_conductor_that_hangs_for_long_is_dropped_and_tried_again() -> N
                 await asyncio.sleep(0)  # while not connected, a lookup ends without it
 
         await asyncio.wait_for(ask(), HANG_S)
-        assert client.fallbacks[Fallback.TIMEOUT]  # of one lookup or more, by how fast the machine is
+        assert client.fallbacks[Fallback.TIMEOUT] >= 2
 
 
 async def test_an_answer_that_is_late_is_ignored() -> None:
