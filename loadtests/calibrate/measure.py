@@ -195,7 +195,9 @@ def _fits(sequences: int, prompt_tokens: int, room: int, kv_tokens: int, effort:
 
 
 def decode_point(streams: list[Stream]) -> DecodePoint | None:
-    """The mean step while all of them decoded; None when there were hardly such steps."""
+    """The mean step while all of them decoded; None when there were hardly such steps, or all of a stream's
+    were read at once.
+    """
     begin_s = max(stream.token_s[0] for stream in streams)
     end_s = min(stream.token_s[-1] for stream in streams)
     steps_s: list[float] = []
@@ -203,9 +205,10 @@ def decode_point(streams: list[Stream]) -> DecodePoint | None:
     for stream in streams:
         inside = [i for i, time_s in enumerate(stream.token_s) if begin_s <= time_s <= end_s]
         gaps = (len(inside) - 1) * stream.tokens_per_event
-        if gaps < MIN_STEPS or begin_s >= end_s:
+        span_s = stream.token_s[inside[-1]] - stream.token_s[inside[0]] if inside else 0.0
+        if gaps < MIN_STEPS or span_s <= 0:
             return None
-        steps_s.append((stream.token_s[inside[-1]] - stream.token_s[inside[0]]) / gaps)
+        steps_s.append(span_s / gaps)
         middle = (inside[0] + inside[-1]) / 2 * stream.tokens_per_event
         context_tokens += stream.prompt_tokens + middle
     return DecodePoint(len(streams), context_tokens, median(steps_s) * 1e3)

@@ -24,7 +24,7 @@ from kvroute.preset_file import load_speed
 from .virtual_time import run_virtually
 
 SHORT = Effort(1024, 1, (1, 2, 3, 4), (), 64, 40, 10.0)
-FAST = MockOptions(speed=20.0)
+FAST = MockOptions(speed=5.0)
 
 app = typer.Typer()
 app.command()(command)
@@ -244,6 +244,9 @@ def test_a_step_is_counted_while_all_decode() -> None:
     assert (point.sequences, point.step_ms) == (2, 1000.0)
     assert point.context_tokens == 100 + (10 + 29) / 2 + 50 + (0 + 19) / 2
     assert decode_point([early, Stream(50, token_s=[float(t) for t in range(25, 60)])]) is None
+    at_once = Stream(50, token_s=[15.0] * 40)
+    assert decode_point([at_once]) is None
+    assert decode_point([early, at_once]) is None
 
 
 def test_what_engines_say_in_metrics() -> None:
