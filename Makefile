@@ -12,8 +12,8 @@ VLLM_VENV := $(if $(KVROUTE_VLLM_VENV),$(KVROUTE_VLLM_VENV),.venv-vllm)
 VLLM_READY := $(if $(KVROUTE_VLLM_VENV),,.venv-vllm/.installed)
 
 PYTEST := $(BIN)/python -m pytest
-# Most tests wait more than they work. A file stays in one process.
-UNIT := $(PYTEST) -n 3 --dist loadfile
+# Most tests wait more than they work. A file stays in one process. One that hangs fails with its stack.
+UNIT := $(PYTEST) -n 3 --dist loadfile --timeout 120
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
