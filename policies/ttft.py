@@ -56,6 +56,9 @@ that costs less than room kept free while it is computed. Beyond, room is given 
 prompt has waited as long as it would there: else the room that long ones need is never free at once."""
 APART = 1.6
 """Times as much a stall of decodes counts where prefills need not be done beside them."""
+GATHERED = 2.0
+"""Times as much those count there who arrive later and wait: prefills gather on a part of the workers that
+may do them, and so do arrivals."""
 LATE = 1.5
 """Times what prefill should take, from which on it does not explain that nothing is heard."""
 CROWD, CROWDED, IDLE = 8, 1.5, 0.1
@@ -174,11 +177,11 @@ class Ttft:
 
     def _weights(self, fleet: Fleet) -> Weights:
         options, worth = self._options, self._worth.of_decoding
-        apart = 1.0 if fleet.pd_links is None else APART
+        stalls, delays = (1.0, 1.0) if fleet.pd_links is None else (APART, GATHERED)
         return Weights(
             options.cache_weight,
-            options.delay_weight,
-            options.stall_weight * worth * apart,
+            options.delay_weight * delays,
+            options.stall_weight * worth * stalls,
             options.decode_weight * worth,
         )
 

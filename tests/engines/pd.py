@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -195,6 +196,12 @@ class Rig:
     def expired(self) -> float:
         """Prompts whose KV was never fetched, until its lease was over."""
         return self.prefill.metric("vllm:nixl_num_kv_expired_reqs_total")
+
+    def untold(self) -> float:
+        """Handoffs that were given up and of which the prefill engine could not be told."""
+        text = self.http.get(f"{self.gateway.url}/metrics").text
+        untold = r'^kvroute_pd_releases_total\{result="(?!released")[^"]*"\} (\S+)$'
+        return sum(map(float, re.findall(untold, text, re.MULTILINE)))
 
     def moved_tokens(self) -> float:
         """Prompt tokens that the decode engine has from the other."""

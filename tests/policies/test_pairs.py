@@ -15,7 +15,7 @@ from kvroute.policies.pairing import cheapest_decode, handoff_s, payload_bytes
 from kvroute.policies.predicting import expect
 from kvroute.policies.pricing import REQUEST_S, price_sides
 from kvroute.policies.pricing_columns import MIN_WORKERS
-from kvroute.policies.ttft import APART, MAX_PRICED, PARKED_S, Ttft
+from kvroute.policies.ttft import APART, GATHERED, MAX_PRICED, PARKED_S, Ttft
 from kvroute.types import Decision, Fleet, Hold, Place, Rejection, RequestView, Role
 from tests.policies.fleets import PLAIN, Node, priced_fleet
 
@@ -244,18 +244,23 @@ def test_ties_go_round_among_both_kinds() -> None:
     assert [one.prefill.id + one.decode.id for one in made] == ["ac", "bc", "ac", "ad"]
 
 
-def test_a_stall_counts_more_where_the_prefill_could_be_elsewhere() -> None:
-    busy = Node(decoding=4)
-    plain, linked = priced_fleet(busy, Node()), priced_fleet(busy, Node(), pd_links=FAST)
-    stalls_s = [
+def test_others_count_more_where_the_prefill_could_be_elsewhere() -> None:
+    nodes = Node(queue_s=1.0, decoding=4), Node()
+    fleets = priced_fleet(*nodes, arrivals_per_s=0.4), priced_fleet(*nodes, pd_links=FAST, arrivals_per_s=0.4)
+    plain, linked = (
         next(
-            each.cost.stall_s
+            each.cost
             for each in Ttft(Ttft.Options()).price(REQUEST, fleet)
-            if each.candidate.prefill.id == "a"
+            if (each.candidate.prefill.id, each.candidate.decode.id) == ("a", "a")
         )
-        for fleet in (plain, linked)
-    ]
-    assert stalls_s == pytest.approx([0.4 * 0.3 * 4, 0.4 * APART * 0.3 * 4])
+        for fleet in fleets
+    )
+    after_s = 0.4 * plain.prefill_s  # AHEAD: who waits there counts the same in both
+    stall_s = 0.4 * plain.prefill_s * 4
+    assert plain.stall_s == pytest.approx(stall_s + after_s)
+    assert linked.stall_s == pytest.approx(APART * stall_s + after_s)
+    assert plain.delay_s == pytest.approx(0.4 * plain.queue_wait_s * plain.prefill_s)
+    assert linked.delay_s == pytest.approx(GATHERED * plain.delay_s)
 
 
 # --- links and copies --------------------------------------------------------------------------
