@@ -67,7 +67,7 @@ class PairPricing:
         self, request: RequestView, fleet: Fleet, paces: Sequence[Pace], halves: Halves, limits: Limits
     ) -> Pairs:
         """Of a fleet with links."""
-        ways, output = self._ways(fleet.workers), fleet.output_tokens
+        ways, output = self.ways(fleet.workers), fleet.output_tokens
         whole, prefill, decode = ways.whole, ways.prefill, ways.decode
         overhead_s = np.array([pace.overhead_s for pace in paces])
         terms = self._terms(request, fleet, paces, halves, ways)
@@ -104,6 +104,18 @@ class PairPricing:
         wire_s = payload_bytes(request.prompt_tokens, decode, match, pace) / link.bytes_per_s
         self._book.add(prefill.id, decode.id, fleet.now_s + choice.begin_s, wire_s, fleet.now_s)
 
+    def ways(self, workers: Sequence[Worker]) -> Ways:
+        """Tuples cannot change; another sequence is looked at again."""
+        if not isinstance(workers, tuple):
+            return Ways(workers)
+        ways = self._fleets.pop(id(workers), None)
+        if ways is None:
+            if len(self._fleets) == MAX_FLEETS:
+                del self._fleets[next(iter(self._fleets))]
+            ways = Ways(workers)
+        self._fleets[id(workers)] = ways
+        return ways
+
     def _terms(
         self, request: RequestView, fleet: Fleet, paces: Sequence[Pace], halves: Halves, ways: Ways
     ) -> Terms:
@@ -128,18 +140,6 @@ class PairPricing:
         return Terms(
             begin_s, handoff_s, copy_s, wire_s * (BOTH_ENDS if delays is None else delays + BOTH_ENDS)
         )
-
-    def _ways(self, workers: Sequence[Worker]) -> Ways:
-        """Tuples cannot change; another sequence is looked at again."""
-        if not isinstance(workers, tuple):
-            return Ways(workers)
-        ways = self._fleets.pop(id(workers), None)
-        if ways is None:
-            if len(self._fleets) == MAX_FLEETS:
-                del self._fleets[next(iter(self._fleets))]
-            ways = Ways(workers)
-        self._fleets[id(workers)] = ways
-        return ways
 
 
 def _without_room(broken: Codes | None, room_s: Floats) -> Codes | None:

@@ -62,6 +62,7 @@ class Ways:
         "can_split",
         "decode",
         "ids",
+        "overlap",
         "prefill",
         "same",
         "whole",
@@ -77,6 +78,8 @@ class Ways:
         self.decode = _places(one.role is not Role.PREFILL for one in workers)
         self.same = self.prefill[:, None] == self.decode
         self.can_split = not self.same.all()
+        self.overlap = bool(self.same.any())
+        """Whether one may do either half."""
         near = [NEAREST.index(nearness(workers[i], workers[j])) for i in self.prefill for j in self.decode]
         self._near = np.array(near, np.intp).reshape(self.same.shape)
         self._of_links: tuple[Floats, Floats] | None = None

@@ -57,8 +57,8 @@ prompt has waited as long as it would there: else the room that long ones need i
 APART = 1.6
 """Times as much a stall of decodes counts where prefills need not be done beside them."""
 GATHERED = 2.0
-"""Times as much those count there who arrive later and wait: prefills gather on a part of the workers that
-may do them, and so do arrivals."""
+"""Times as much those count who arrive later and wait, where a worker may do either half: prefills gather on
+a part of those that may do them, and so do arrivals."""
 LATE = 1.5
 """Times what prefill should take, from which on it does not explain that nothing is heard."""
 CROWD, CROWDED, IDLE = 8, 1.5, 0.1
@@ -177,7 +177,11 @@ class Ttft:
 
     def _weights(self, fleet: Fleet) -> Weights:
         options, worth = self._options, self._worth.of_decoding
-        stalls, delays = (1.0, 1.0) if fleet.pd_links is None else (APART, GATHERED)
+        stalls = delays = 1.0
+        if fleet.pd_links is not None:
+            stalls = APART
+            if self._pairs.ways(fleet.workers).overlap:
+                delays = GATHERED
         return Weights(
             options.cache_weight,
             options.delay_weight * delays,

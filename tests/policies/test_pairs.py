@@ -263,6 +263,16 @@ def test_others_count_more_where_the_prefill_could_be_elsewhere() -> None:
     assert linked.delay_s == pytest.approx(GATHERED * plain.delay_s)
 
 
+def test_arrivals_do_not_gather_where_prefill_has_its_own_workers() -> None:
+    costs = []
+    for arrivals_per_s in (0.0, 0.4):
+        fleet = priced_fleet(P._replace(queue_s=1.0), D, pd_links=FAST, arrivals_per_s=arrivals_per_s)
+        (one,) = Ttft(Ttft.Options()).price(REQUEST, fleet)
+        costs.append(one.cost)
+    links_s, delay_s = (cost.delay_s for cost in costs)
+    assert delay_s - links_s == pytest.approx(0.4 * costs[1].queue_wait_s * costs[1].prefill_s)
+
+
 # --- links and copies --------------------------------------------------------------------------
 
 
