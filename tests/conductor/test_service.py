@@ -88,6 +88,14 @@ class Town:
             await asyncio.wait_for(feed.settled(holder.worker_id), HANG_S)
         await until(all_applied)
 
+    async def followed(self, server: ConductorServer, requests: int) -> None:
+        """Traffic of which nothing is lost: a subscription may not stand yet, and the engines' buffers replay
+        little.
+        """
+        for _ in range(requests):
+            self.traffic(1)
+            await self.caught_up(server)
+
     def held(self, server: ConductorServer) -> list[set[int]]:
         return [known(server.conductor.index, holder) for holder in self.holders(server)]
 
@@ -125,8 +133,7 @@ async def test_registered_engines_are_answered_for_as_they_are(tmp_path: Path) -
             answer = await http.post("/register", json=body)
             assert answer.status_code == 200, answer.text
         await until(lambda: engines.trusts(server) == [Trust.EXACT] * 2)
-        engines.traffic(60)
-        await engines.caught_up(server)
+        await engines.followed(server, 60)
         assert engines.held(server) == engines.truth()
         await until(lambda: engines.trusts(server) == [Trust.EXACT] * 2)
         hits = 0
@@ -160,8 +167,7 @@ async def stopped(engines: Town, tmp_path: Path) -> None:
     """A conductor has learnt of the engines, and is gone."""
     async with conducting(options(tmp_path, *engines.services)) as server:
         await engines.caught_up(server)
-        engines.traffic(60)
-        await engines.caught_up(server)
+        await engines.followed(server, 60)
     assert server.snapshots["saved"] == 1
 
 
@@ -176,10 +182,7 @@ async def test_a_restarted_conductor_goes_on_where_it_was(tmp_path: Path) -> Non
                 assert engines.held(server) == engines.truth()
                 # Their buffers have far less than what is known, so it came from the file.
                 assert all(engine.last_seq > 40 for engine in engines.engines)
-                engines.traffic(1)  # until a subscription stands, more than their buffers hold would be lost
-                await engines.caught_up(server)
-                engines.traffic(20)
-                await engines.caught_up(server)
+                await engines.followed(server, 20)
                 assert engines.held(server) == engines.truth()
                 server.conductor.index.check_integrity()
 
