@@ -28,6 +28,8 @@ from typing import Any
 import httpx
 
 START_LIMIT_S = 60.0
+START_TRIES = 3
+"""Others may take the port that was free."""
 OUTPUT_TOKENS = 16
 WARM_UP = 100
 CONNECTIONS = 8
@@ -187,11 +189,14 @@ def _gateway(bench: RelayBench, way: str) -> Iterator[tuple[int, int]]:
             workers += ["--pd-connector", bench.connector]
         else:
             workers = _each("--worker", urls)
-        port = _free_port()
-        serve = ["serve", "--port", str(port), "--policy", bench.policy, "--log-level", "error", *workers]
-        with _process(serve) as gateway:
-            _await_ready(port)
-            yield port, gateway.pid
+        serve = ["serve", "--policy", bench.policy, "--log-level", "error", *workers]
+        for _ in range(START_TRIES):
+            port = _free_port()
+            with _process([*serve, "--port", str(port)]) as gateway:
+                if _is_ready(gateway, port):
+                    yield port, gateway.pid
+                    return
+        raise RuntimeError("the gateway ends as soon as it is started; it says why on standard error")
 
 
 def _each(flag: str, values: Sequence[str]) -> list[str]:
@@ -210,13 +215,15 @@ def _process(arguments: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
         process.communicate()
 
 
-def _await_ready(port: int) -> None:
-    """RuntimeError when its four workers are not ready in time."""
+def _is_ready(gateway: subprocess.Popen[bytes], port: int) -> bool:
+    """Once its four workers are ready; False when it has ended. RuntimeError when they are not in time."""
     until_s = time.monotonic() + START_LIMIT_S
     while time.monotonic() < until_s:
+        if gateway.poll() is not None:
+            return False
         try:
             if httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=5).json()["workers"].get("ready") == 4:
-                return
+                return True
         except httpx.TransportError:
             pass
         time.sleep(0.1)

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import socket
+
 import pytest
 
+from kvroute.loadtests import bench_relay
 from kvroute.loadtests.bench_relay import RelayBench, run_bench_relay, show_bench_relay
 
 
@@ -16,6 +19,15 @@ def test_whole_and_split_requests_are_measured_side_by_side(rate_per_s: float, s
             assert 0 < row[f"{way}_min_us"] <= row[f"{way}_us"] <= row[f"{way}_max_us"]
         assert row["ratio"] > 0
     assert show_bench_relay(result).startswith(f"round_robin, nixl, {said}; CPU us of the gateway")
+
+
+def test_a_port_that_others_took_meanwhile_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken, free = other.getsockname()[1], bench_relay._free_port()
+        ports = iter((taken, free))
+        monkeypatch.setattr(bench_relay, "_free_port", lambda: next(ports))
+        with bench_relay._gateway(RelayBench(), "whole") as (port, _pid):
+            assert port == free
 
 
 @pytest.mark.parametrize(

@@ -137,9 +137,9 @@ async def test_a_chunked_body_over_the_limit_is_refused() -> None:
 async def test_a_slow_upload_is_read_to_its_end_so_that_the_answer_arrives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client_side, "LINGER_S", 0.3)
+    monkeypatch.setattr(client_side, "LINGER_S", 1.0)
     async with Engine() as engine, edge(engine, limits={"body_bytes": 10**6}) as server:
-        answer = await _upload(server, _pieces(b"x" * 2 * 10**5, 10, pause_s=0.08), "Content-Length: 2000000")
+        answer = await _upload(server, _pieces(b"x" * 2 * 10**5, 10, pause_s=0.15), "Content-Length: 2000000")
         assert answer.status == 413
 
 
