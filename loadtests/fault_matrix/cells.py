@@ -91,8 +91,10 @@ def _process(cell: Cell) -> Plan:
         return Plan(act=act, first=True)
     is_prefill = cell.leg == "prefill"
     if cell.moment == "before":  # while the prompt is computed
-        slow: Mapping[str, Any] = {"ttft": SLOW_S}
-        return Plan(slow if is_prefill else {}, {} if is_prefill else slow, act)
+        computing: Mapping[str, Any] = {"ttft": SLOW_S}
+        # SGLang's prefill worker hands KV over before it answers: else all could be over at once.
+        waiting: Mapping[str, Any] = {"handoff_delay": SLOW_S} if cell.connector == "sglang" else {}
+        return Plan(computing, waiting, act) if is_prefill else Plan(waiting, computing, act)
     slow = {"handoff_delay": SLOW_S} if cell.moment == "during" else {"gap": SLOW_S / 5}
     return Plan({} if is_prefill else slow, slow if is_prefill else {}, act)
 
