@@ -75,6 +75,16 @@ class Server:
         assert found, f"{self.name} has no metric {name} {label}"
         return sum(map(float, found))
 
+    def run_on(self, cores: set[int]) -> None:
+        """All its threads, its children's too."""
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(ProcessLookupError):
+                if os.getpgid(int(process.name)) != self.process.pid:
+                    continue
+                for thread in (process / "task").iterdir():
+                    with suppress(ProcessLookupError):
+                        os.sched_setaffinity(int(thread.name), cores)
+
     def signal(self, number: signal.Signals) -> None:
         """To the process and all that it started: vLLM's API server has its engine in a child."""
         os.killpg(self.process.pid, number)
