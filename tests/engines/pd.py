@@ -216,6 +216,18 @@ class Rig:
         untold = r'^kvroute_pd_releases_total\{result="(?!released")[^"]*"\} (\S+)$'
         return sum(map(float, re.findall(untold, text, re.MULTILINE)))
 
+    async def reach(self, task: asyncio.Task[Answer], state: Callable[[], bool]) -> None:
+        """Until the request is in that state; else AssertionError, with what the gateway counted."""
+        is_there = await settles(lambda: task.done() or state())
+        if is_there and not task.done():
+            return
+        text = self.http.get(f"{self.gateway.url}/metrics").text
+        counted = re.findall(
+            r"^kvroute_(?:pd|retries|upstream|breaker|fallbacks)\w*\{.* [1-9].*$", text, re.M
+        )
+        counted = [line for line in counted if "_bucket{" not in line]
+        raise AssertionError("\n".join([str(task), *counted]))
+
     def moved_tokens(self) -> float:
         """Prompt tokens that the decode engine has from the other."""
         return self.decode.metric("vllm:prompt_tokens_by_source_total", 'source="external_kv_transfer"')

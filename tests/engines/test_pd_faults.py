@@ -114,7 +114,7 @@ async def test_decode_engine_stands_still_beyond_the_lease(rig: Rig, cold: Cold,
     expired = rig.expired()
     with rig.busy(rig.decode):
         task = rig.send(COMPLETIONS, body)
-        assert await settles(rig.is_handed_over)
+        await rig.reach(task, rig.is_handed_over)
         with stopped(rig.decode):
             assert await settles(lambda: rig.expired() > expired)
             await asyncio.to_thread(rig.overwrite_prefill)
@@ -134,7 +134,7 @@ async def test_prefill_engine_stands_still_while_prefilling(
     expected = cold(COMPLETIONS, body)
     with rig.busy(rig.prefill):
         task = rig.send(COMPLETIONS, {**body, "stream": stream})
-        assert await settles(lambda: waiting(rig.prefill) == 1)
+        await rig.reach(task, lambda: waiting(rig.prefill) == 1)
         with stopped(rig.prefill):
             answer = await asyncio.wait_for(task, PATIENCE_S)
     assert (answer.status, answer.text, answer.finished) == (200, expected.text, True), answer.body
@@ -148,7 +148,7 @@ async def test_prefill_engine_stands_still_beyond_the_lease_while_handed_over(
     with ExitStack() as filler:
         filler.enter_context(rig.busy(rig.decode))
         task = rig.send(COMPLETIONS, body)
-        assert await settles(rig.is_handed_over)
+        await rig.reach(task, rig.is_handed_over)
         with stopped(rig.prefill):
             filler.close()
             await asyncio.wait([task], timeout=LEASE_S + 4)
@@ -179,7 +179,7 @@ async def test_decode_engine_killed(rig: Rig, cold: Cold, rng: random.Random) ->
     expected = cold(COMPLETIONS, {**decoding, "max_tokens": 24})
     first = await under_way(rig, decoding, 24)
     second = rig.send(COMPLETIONS, request(COMPLETIONS, rng))
-    assert await settles(rig.is_handed_over)
+    await rig.reach(second, rig.is_handed_over)
     rig.decode.signal(signal.SIGKILL)
     broken, refused = await asyncio.wait_for(asyncio.gather(first, second), PATIENCE_S)
     assert broken.text.startswith(expected.text)
@@ -195,7 +195,7 @@ async def test_prefill_engine_killed_while_prefilling(rig: Rig, cold: Cold, rng:
     expected = cold(CHAT, body)
     with rig.busy(rig.prefill):
         task = rig.send(CHAT, body)
-        assert await settles(lambda: waiting(rig.prefill) == 1)
+        await rig.reach(task, lambda: waiting(rig.prefill) == 1)
         rig.prefill.signal(signal.SIGKILL)
         answer = await asyncio.wait_for(task, PATIENCE_S)
     assert (answer.status, answer.text, answer.finished) == (200, expected.text, True), answer.body
@@ -208,7 +208,7 @@ async def test_prefill_engine_killed_while_handed_over(rig: Rig, cold: Cold, rng
     expected = cold(CHAT, body)
     with rig.busy(rig.decode):
         task = rig.send(CHAT, {**body, "stream": True})
-        assert await settles(rig.is_handed_over)
+        await rig.reach(task, rig.is_handed_over)
         rig.prefill.signal(signal.SIGKILL)
     answer = await asyncio.wait_for(task, PATIENCE_S)
     assert right_or_clean(answer, expected), answer.body

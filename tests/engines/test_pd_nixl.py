@@ -142,7 +142,7 @@ class TestDisconnect:
         before = rig.decode.metric("vllm:prompt_tokens_total")
         with rig.busy(rig.prefill):
             task = rig.send(COMPLETIONS, {**request(COMPLETIONS, rng), "stream": stream})
-            assert await settles(lambda: waiting(rig.prefill) == 1)
+            await rig.reach(task, lambda: waiting(rig.prefill) == 1)
             await leave(task)
             assert await settles(lambda: waiting(rig.prefill) == 0)
         assert rig.decode.metric("vllm:prompt_tokens_total") == before
@@ -151,7 +151,7 @@ class TestDisconnect:
         moved = rig.moved_tokens()
         with rig.busy(rig.decode):
             task = rig.send(COMPLETIONS, {**request(COMPLETIONS, rng), "stream": stream})
-            assert await settles(rig.is_handed_over)
+            await rig.reach(task, rig.is_handed_over)
             await leave(task)
             assert await settles(lambda: waiting(rig.decode) == 0)
             assert await settles(lambda: rig.held() == 0)

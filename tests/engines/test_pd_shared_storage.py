@@ -84,7 +84,7 @@ async def test_a_client_that_leaves_while_prefilling(rig: Rig, rng: random.Rando
     before = rig.decode.metric("vllm:prompt_tokens_total")
     with rig.busy(rig.prefill):
         task = rig.send(COMPLETIONS, {**request(COMPLETIONS, rng), "stream": stream})
-        assert await settles(lambda: waiting(rig.prefill) == 1)
+        await rig.reach(task, lambda: waiting(rig.prefill) == 1)
         await leave(task)
         assert await settles(lambda: waiting(rig.prefill) == 0)
     assert await settles(lambda: idle(rig.prefill) and rig.held() == 0)
@@ -97,7 +97,7 @@ async def test_prefill_engine_killed_while_prefilling(rig: Rig, cold: Cold, rng:
     expected = cold(CHAT, body)
     with rig.busy(rig.prefill):
         task = rig.send(CHAT, body)
-        assert await settles(lambda: waiting(rig.prefill) == 1)
+        await rig.reach(task, lambda: waiting(rig.prefill) == 1)
         rig.prefill.signal(signal.SIGKILL)
         answer = await asyncio.wait_for(task, PATIENCE_S)
     assert (answer.status, answer.text) == (200, expected.text), answer.body
