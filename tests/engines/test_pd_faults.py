@@ -113,8 +113,7 @@ async def test_decode_engine_stands_still_beyond_the_lease(rig: Rig, cold: Cold,
     expected = cold(COMPLETIONS, body)
     expired = rig.expired()
     with rig.busy(rig.decode):
-        task = rig.send(COMPLETIONS, body)
-        await rig.reach(task, rig.is_handed_over)
+        task = await rig.sent(COMPLETIONS, body, rig.is_handed_over)
         with stopped(rig.decode):
             assert await settles(lambda: rig.expired() > expired)
             await asyncio.to_thread(rig.overwrite_prefill)
@@ -133,8 +132,7 @@ async def test_prefill_engine_stands_still_while_prefilling(
     body = request(COMPLETIONS, rng)
     expected = cold(COMPLETIONS, body)
     with rig.busy(rig.prefill):
-        task = rig.send(COMPLETIONS, {**body, "stream": stream})
-        await rig.reach(task, lambda: waiting(rig.prefill) == 1)
+        task = await rig.sent(COMPLETIONS, {**body, "stream": stream}, lambda: waiting(rig.prefill) == 1)
         with stopped(rig.prefill):
             answer = await asyncio.wait_for(task, PATIENCE_S)
     assert (answer.status, answer.text, answer.finished) == (200, expected.text, True), answer.body
@@ -147,8 +145,7 @@ async def test_prefill_engine_stands_still_beyond_the_lease_while_handed_over(
     expected = cold(COMPLETIONS, body)
     with ExitStack() as filler:
         filler.enter_context(rig.busy(rig.decode))
-        task = rig.send(COMPLETIONS, body)
-        await rig.reach(task, rig.is_handed_over)
+        task = await rig.sent(COMPLETIONS, body, rig.is_handed_over)
         with stopped(rig.prefill):
             filler.close()
             await asyncio.wait([task], timeout=LEASE_S + 4)
@@ -178,8 +175,7 @@ async def test_decode_engine_killed(rig: Rig, cold: Cold, rng: random.Random) ->
     decoding = {**request(COMPLETIONS, rng, max_tokens=4000), "ignore_eos": True, "stream": True}
     expected = cold(COMPLETIONS, {**decoding, "max_tokens": 24})
     first = await under_way(rig, decoding, 24)
-    second = rig.send(COMPLETIONS, request(COMPLETIONS, rng))
-    await rig.reach(second, rig.is_handed_over)
+    second = await rig.sent(COMPLETIONS, request(COMPLETIONS, rng), rig.is_handed_over)
     rig.decode.signal(signal.SIGKILL)
     broken, refused = await asyncio.wait_for(asyncio.gather(first, second), PATIENCE_S)
     assert broken.text.startswith(expected.text)
@@ -194,8 +190,7 @@ async def test_prefill_engine_killed_while_prefilling(rig: Rig, cold: Cold, rng:
     body = request(CHAT, rng)
     expected = cold(CHAT, body)
     with rig.busy(rig.prefill):
-        task = rig.send(CHAT, body)
-        await rig.reach(task, lambda: waiting(rig.prefill) == 1)
+        task = await rig.sent(CHAT, body, lambda: waiting(rig.prefill) == 1)
         rig.prefill.signal(signal.SIGKILL)
         answer = await asyncio.wait_for(task, PATIENCE_S)
     assert (answer.status, answer.text, answer.finished) == (200, expected.text, True), answer.body
@@ -207,8 +202,7 @@ async def test_prefill_engine_killed_while_handed_over(rig: Rig, cold: Cold, rng
     body = request(CHAT, rng)
     expected = cold(CHAT, body)
     with rig.busy(rig.decode):
-        task = rig.send(CHAT, {**body, "stream": True})
-        await rig.reach(task, rig.is_handed_over)
+        task = await rig.sent(CHAT, {**body, "stream": True}, rig.is_handed_over)
         rig.prefill.signal(signal.SIGKILL)
     answer = await asyncio.wait_for(task, PATIENCE_S)
     assert right_or_clean(answer, expected), answer.body
