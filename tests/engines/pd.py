@@ -13,7 +13,7 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -231,19 +231,16 @@ class Rig:
 
     async def sent(self, path: str, body: Body, state: Callable[[], bool]) -> asyncio.Task[Answer]:
         """A request that is in that state. An engine that stands still by itself may keep one from it: then
-        it is sent again.
+        it is sent once more.
         """
-        for tries_left in (3, 2, 1, 0):
-            task = self.send(path, body)
-            try:
-                await self.reach(task, state)
-            except AssertionError:
-                if not tries_left:
-                    raise
-                await leave(task)
-            else:
-                return task
-        raise AssertionError("not reached")
+        task = self.send(path, body)
+        with suppress(AssertionError):
+            await self.reach(task, state)
+            return task
+        await leave(task)
+        task = self.send(path, body)
+        await self.reach(task, state)
+        return task
 
     def moved_tokens(self) -> float:
         """Prompt tokens that the decode engine has from the other."""

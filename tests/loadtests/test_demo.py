@@ -8,8 +8,9 @@ from rich.console import Console
 from kvroute.loadtests.demo import SETTINGS, Result, run_demo
 from kvroute.loadtests.workload import CHARS_PER_TOKEN, MultiTurn
 
+# Over long enough that on a slow machine no queue builds up: `ttft` rightly leaves a hot cache for it.
 SMALL = MultiTurn(
-    conversations=8, turns=3, document_tokens=600, system_tokens=100, span_s=1.5, output_tokens=4
+    conversations=8, turns=3, document_tokens=600, system_tokens=100, span_s=5.0, output_tokens=4
 )
 
 
@@ -23,14 +24,12 @@ def test_a_row_per_setting_and_what_each_one_knows() -> None:
     for result in results:
         assert (len(result.ttft_s), sum(result.split.values()), result.failures) == (24, 24, 0)
     assert sorted(round_robin.split.values()) == [6, 6, 6, 6]
-    assert prefix_affinity.hit_rate > 0.5 > round_robin.hit_rate
-    # on a slow machine queues are long, and `ttft` rightly computes some prompts again where nobody waits
-    assert min(ttft.hit_rate, exact.hit_rate) > round_robin.hit_rate
+    assert min(each.hit_rate for each in (prefix_affinity, ttft, exact)) > 0.5 > round_robin.hit_rate
     assert round_robin.foretold is None
     assert prefix_affinity.foretold is not None
     assert exact.foretold is not None
-    # 1.0 where every answer is over before the next prompt that could use it: not on a slow machine
-    assert exact.foretold > 0.5 > prefix_affinity.foretold
+    assert exact.foretold > 0.9
+    assert prefix_affinity.foretold < 0.5
 
 
 def test_a_failed_request_is_an_infinite_ttft() -> None:
