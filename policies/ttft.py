@@ -50,7 +50,7 @@ place of the one after."""
 LONG = 30.0
 """Times a decode step, from which on a prefill does not go before: who decodes there is given that step
 between two prefills that stall all."""
-PARKED_S = 1.0
+PARKED_S = 2.0
 """So long may a prompt's KV be expected to wait at its prefill worker for room where it is to be decoded:
 that costs less than room kept free while it is computed. Beyond, room is given to short ones first, until a
 prompt has waited as long as it would there: else the room that long ones need is never free at once."""

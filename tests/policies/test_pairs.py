@@ -176,7 +176,7 @@ def test_want_of_room_is_a_wait_and_no_refusal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("room_tokens", "held_s", "held"), [(4700, 0.0, False), (4500, 0.0, True), (4500, 1.3, False)]
+    ("room_tokens", "held_s", "held"), [(4000, 0.0, False), (3900, 0.0, True), (3900, 2.2, False)]
 )
 def test_a_split_waits_in_the_gateway_only_for_room_that_is_long_in_coming(
     room_tokens: int, held_s: float, held: bool
