@@ -28,8 +28,7 @@ class Policy(Protocol):
     decode worker is the one with the fewest KV tokens promised; in the simulator, where the policy has a
     `choose_decode(request, fleet)`, that is asked for the index of one, out of a fleet of decode workers.
 
-    `short_first = True` has requests that come in the same turn of the event loop decided on together, those
-    with the shorter prompts before the others: a burst finds the workers free for what keeps them least.
+    A policy that `Orders` has requests that come in the same turn of the event loop decided on together.
 
     A raised exception or an answer that is none is counted, and the request goes to the least loaded worker
     instead. A decision that overruns the gateway's time budget is counted and kept; after five in a row the
@@ -52,4 +51,13 @@ class Prices(Protocol):
 
     def price(self, request: RequestView, fleet: Fleet) -> Sequence[Priced]:
         """All candidates, cheapest first; decides nothing and changes nothing."""
+        ...
+
+
+@runtime_checkable
+class Orders(Protocol):
+    """A policy that has a say in who goes first of those that come together; same rules as `decide`."""
+
+    def order(self, request: RequestView, fleet: Fleet) -> tuple[int, ...]:
+        """Of those as urgent as each other the lowest goes first. `fleet` is as before any was placed."""
         ...

@@ -14,6 +14,7 @@ from kvroute.policies.limits import NO_LIMITS, Limits
 from kvroute.policies.pair_pricing import PairPricing
 from kvroute.policies.pairs import Choice
 from kvroute.policies.pricing import (
+    CHUNK_TOKENS,
     DECODE_WEIGHT,
     Offers,
     Side,
@@ -50,6 +51,8 @@ place of the one after."""
 LONG = 30.0
 """Times a decode step, from which on a prefill does not go before: who decodes there is given that step
 between two prefills that stall all."""
+MANY_TOKENS = 60_000
+"""Of prefill, from which on a request goes before shorter ones that come together with it."""
 PARKED_S = 2.0
 """So long may a prompt's KV be expected to wait at its prefill worker for room where it is to be decoded:
 that costs less than room kept free while it is computed. Beyond, room is given to short ones first, until a
@@ -85,6 +88,10 @@ class Ttft:
     use: a worker that is crowded while another is idle is left to those it has, and the cheapest of those
     below the mean taken.
 
+    Of those that come together (`order`), the ones go first of whose prompts much is cached: each has one
+    worker, and is soon through with it. Then the longest: they have no time to lose behind a short one, which
+    finds another worker more easily. Then the others, short ones first.
+
     Ties go round. A pull from a peer's cache is considered after the choice, on the chosen worker: priced
     into the choice it would make copies of everything look cheap.
 
@@ -101,7 +108,6 @@ class Ttft:
     needs_prefix: ClassVar[bool] = True
     needs_seconds: ClassVar[bool] = True
     chooses_pairs: ClassVar[bool] = True
-    short_first: ClassVar[bool] = True
 
     @dataclass(frozen=True, slots=True)
     class Options:
@@ -172,6 +178,15 @@ class Ttft:
                 )
             )
         return priced
+
+    def order(self, request: RequestView, fleet: Fleet) -> tuple[int, int]:
+        cached = max([match.tokens for match in fleet.matches], default=0)
+        new = request.prompt_tokens - cached
+        if cached >= CHUNK_TOKENS:
+            return 0, new
+        if new >= MANY_TOKENS:
+            return 1, -new
+        return 2, new
 
     # --- parts of a decision -------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from kvroute.clock import Clock
 from kvroute.conductor.index import PrefixIndex
-from kvroute.policies.base import Policy, Prices
+from kvroute.policies.base import Orders, Policy, Prices
 from kvroute.policies.costs.lengths import OutputLengths
 from kvroute.policies.costs.links import Link, PdLinks
 from kvroute.policies.costs.rates import Rate
@@ -139,7 +139,8 @@ class Dispatcher:
         self._arrivals = Rate()
         self.lengths = OutputLengths()
         self._reasons: set[str] = set()
-        self.short_first = bool(getattr(policy.policy, "short_first", False))
+        self.orders = isinstance(policy.policy, Orders)
+        """Whether the policy orders those that come together."""
         self.needs_prefix = policy.policy.needs_prefix or (shadow is not None and shadow.policy.needs_prefix)
 
     @property
@@ -169,6 +170,22 @@ class Dispatcher:
         now_s = self._clock()
         eligible = self._registry.eligible(request.view.model, now_s, (), request.task)
         return self._fleet(request, prompt, eligible, now_s)
+
+    def order(self, request: ParsedRequest, prompt: Prompt) -> tuple[int, ...]:
+        """Among those that come together, by a policy that orders them: the lowest first."""
+        policy = self._policy.policy
+        assert isinstance(policy, Orders)
+        try:
+            order: object = policy.order(request.view, self.snapshot(request, prompt))
+            if not isinstance(order, tuple) or not all(isinstance(one, int | float) for one in order):
+                raise TypeError(f"order is {order!r}, a tuple of numbers is expected")
+            return order
+        except GatewayError:  # nobody may take it: told when it is decided on
+            return ()
+        except Exception:
+            log.exception("policy failed to order", policy=self._policy.name)
+            self._metrics.fallbacks.add(self._policy.name, "order_error")
+            return ()
 
     def choose(
         self,

@@ -44,11 +44,6 @@ class _Held(Struct):
     """Held no longer than that."""
     ended: str = "left"
 
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Among those of the same turn; lower goes first."""
-        return self.request.view.priority, self.request.view.prompt_tokens
-
 
 class Waiting:
     """Stands before the dispatcher: an answer at once where there is one, else when its turn comes."""
@@ -87,7 +82,7 @@ class Waiting:
             self._metrics.holds.add("full" if self._holds else "closing")
             return dispatcher.choose(request, prompt, (), request_id)
         loop = asyncio.get_running_loop()
-        if dispatcher.short_first:
+        if dispatcher.orders:
             held = _Held(request, prompt, request_id, self._clock(), loop.create_future())
             if not self._arrived:
                 loop.call_soon(self._place_arrived)
@@ -115,10 +110,11 @@ class Waiting:
     # --- those that are held -------------------------------------------------------------------
 
     def _place_arrived(self) -> None:
-        """Of those that came in one turn of the loop, short ones first: each is placed, or held."""
+        """Those that came in one turn of the loop, in the policy's order: each is placed, or held."""
         arrived, self._arrived = self._arrived, []
         if len(arrived) > 1:
-            arrived.sort(key=lambda held: held.rank)
+            order = self._dispatcher.order
+            arrived.sort(key=lambda held: (held.request.view.priority, order(held.request, held.prompt)))
         for held in arrived:
             if not self._holds:
                 self._metrics.holds.add("closing")

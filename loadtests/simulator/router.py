@@ -25,7 +25,7 @@ from kvroute.loadtests.simulator.placing import (
     Placement,
     Served,
 )
-from kvroute.policies.base import Policy
+from kvroute.policies.base import Orders, Policy
 from kvroute.policies.costs.calibration import Calibration
 from kvroute.policies.costs.lengths import OutputLengths
 from kvroute.policies.costs.links import Link, PdLinks
@@ -90,8 +90,8 @@ class Router(Generic[T]):
         self.loads = [WorkerLoad() for _ in workers]
         self.lengths = OutputLengths()
         self._policy = policy
-        self.short_first = bool(getattr(policy, "short_first", False))
-        """Whether those that come together are decided on in that order."""
+        self.orders = isinstance(policy, Orders)
+        """Whether the policy orders those that come together."""
         self._needs_prefix = policy.needs_prefix
         self._needs_active_keys = bool(getattr(policy, "needs_active_keys", False))
         self.paces = paces
@@ -121,6 +121,13 @@ class Router(Generic[T]):
     def looks(self) -> int:
         """How many of them `pump` looks at."""
         return min(len(self._queue), self._queue.look)
+
+    def order(self, ask: Ask[T]) -> tuple[int, ...]:
+        """Among those that come together, by a policy that orders them: the lowest first."""
+        assert isinstance(self._policy, Orders)
+        if not self._members.at:
+            return ()
+        return self._policy.order(ask.view, self._fleet(ask, self._members, self._clock(), None))
 
     def arrive(self, ask: Ask[T]) -> Answer | Ticket[Ask[T]]:
         """A new request: its answer, or its place in the queue, in which case `pump` is due."""

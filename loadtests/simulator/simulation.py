@@ -162,11 +162,12 @@ class Simulation:
         """Also those that come at the same moment, where the policy would have them together."""
         together = [self._ask(arrival)]
         following = next(arrivals, None)
-        if self.router.short_first:
+        if self.router.orders:
             while following is not None and following.arrival_s == self.now_s:
                 together.append(self._ask(following))
                 following = next(arrivals, None)
-            together.sort(key=lambda ask: (ask.view.priority, ask.view.prompt_tokens))
+            if len(together) > 1:
+                together.sort(key=lambda ask: (ask.view.priority, self.router.order(ask)))
         self._expect(following, arrivals)
         for ask in together:
             answer = self.router.arrive(ask)

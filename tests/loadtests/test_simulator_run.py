@@ -85,7 +85,8 @@ class Scripted:
 class ShortFirst(Scripted):
     """Has those that come together decided on together."""
 
-    short_first: ClassVar[bool] = True
+    def order(self, request: RequestView, fleet: Fleet) -> tuple[int, ...]:
+        return (request.prompt_tokens,)
 
 
 def test_two_requests_worked_by_hand() -> None:
@@ -369,6 +370,14 @@ def test_those_that_come_together_find_the_worker_free_in_that_order() -> None:
     _, (long, short) = run(ONE, make_policy("ttft", {}), work)
     assert short.placed_s == 1.0
     assert long.placed_s == short.first_s
+
+
+def test_who_has_much_in_a_cache_goes_before_shorter_ones_that_would_keep_it_waiting() -> None:
+    cached = tuple(range(20))
+    work = requests((0.0, 10_240, 2, cached), (9.0, 5000, 2, tuple(range(50, 60))), (9.0, 10_240, 2, cached))
+    _, (_, other, again) = run(ONE, make_policy("ttft", {}), work)
+    assert again.cached_tokens == 19 * 512
+    assert (again.placed_s, other.placed_s) == (9.0, 9.0)
 
 
 @pytest.mark.parametrize("policy", [ShortFirst(), Scripted()])

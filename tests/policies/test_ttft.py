@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.policies.costs.links import Link, PdLinks
-from kvroute.policies.pricing import AHEAD, ROOM
+from kvroute.policies.pricing import AHEAD, CHUNK_TOKENS, ROOM
 from kvroute.policies.registry import PolicyError, make_policy
-from kvroute.policies.ttft import FEW_TOKENS, LATE, LEAD_S, LONG, Ttft
+from kvroute.policies.ttft import FEW_TOKENS, LATE, LEAD_S, LONG, MANY_TOKENS, Ttft
 from kvroute.policies.worth import EQUAL_RATIO, EXPONENT, FEW
 from kvroute.types import Decision, Fleet, Hold, PrefixMatch, Rejection, RequestView, Role
 from tests.policies.fleets import PLAIN, Node, in_gpu, priced_fleet
@@ -291,6 +291,36 @@ def test_every_queue_too_long_is_rejected() -> None:
     assert isinstance(decide(priced_fleet(Node(0.8), Node(0.4)), 3000, options), Decision)
     rejection = decide(priced_fleet(Node(0.8), Node(0.6)), 3000, options)
     assert (rejection.reason, rejection.retry_after_s) == ("queue", pytest.approx(0.1))
+
+
+# --- several that come together ----------------------------------------------------------------
+
+
+def test_of_those_that_come_together_the_cached_go_first_then_the_longest_then_short_ones() -> None:
+    requests = {
+        "cached": (90_000, 85_000),
+        "little left": (CHUNK_TOKENS + 10, CHUNK_TOKENS),
+        "longest": (MANY_TOKENS + 5_000, 0),
+        "long": (MANY_TOKENS + CHUNK_TOKENS - 1, CHUNK_TOKENS - 1),
+        "not so long": (MANY_TOKENS - 1, 0),
+        "short": (300, 100),
+        "shortest": (100, 0),
+    }
+    order = {
+        name: policy().order(RequestView(prompt_tokens=prompt), priced_fleet(Node(cached=cached), Node()))
+        for name, (prompt, cached) in requests.items()
+    }
+    assert sorted(order, key=order.__getitem__) == [
+        *("little left", "cached"),
+        *("longest", "long"),
+        *("shortest", "short", "not so long"),
+    ]
+
+
+def test_without_caches_the_order_is_by_length() -> None:
+    assert policy().order(
+        RequestView(prompt_tokens=900), msgspec.structs.replace(priced_fleet(Node()), matches=())
+    ) == (2, 900)
 
 
 # --- holding -----------------------------------------------------------------------------------

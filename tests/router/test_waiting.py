@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 
-from kvroute.policies.ttft import FEW_TOKENS
+from kvroute.policies.pricing import CHUNK_TOKENS
+from kvroute.policies.ttft import FEW_TOKENS, Ttft
 from kvroute.router.dispatch import Choice
 from kvroute.router.errors import Failure, GatewayError
-from kvroute.router.knowledge import NO_PROMPT
 from kvroute.router.parsed_request import ParsedRequest
 from kvroute.router.server import GatewayServer
 from kvroute.types import RequestView
 from tests.kit import CHAT, Answer, Client, Engine, Received, Wire, until
 from tests.router.edge import DONE, EVENTS, edge, event
 
-LONG = 60_000
-"""Tokens, by their bytes: more than a step prefills, for more than two seconds by the preset."""
+LONG = 50_000
+"""Tokens, by their bytes: more than a step prefills, for two seconds by the preset."""
+KNOWN = CHUNK_TOKENS + 1000
+VERY_LONG = 70_000
+"""Goes before short ones."""
 
 
 def chat(tokens: int, name: str = "x") -> dict[str, Any]:
@@ -233,11 +237,12 @@ async def test_nothing_is_lost_when_many_wait_and_leave() -> None:
 
 
 def asking(
-    server: GatewayServer, tokens: int, *, priority: int = 0, model: str = "m"
+    server: GatewayServer, tokens: int, text: bytes = b"", *, priority: int = 0, model: str = "m"
 ) -> asyncio.Task[Choice]:
-    """As a request's own task asks, from its next turn on."""
+    """As a request's own task asks, from its next turn on; with a text, what is known of it counts."""
     view = RequestView(model=model, prompt_tokens=tokens, priority=priority)
-    return asyncio.create_task(server.waiting.choose(ParsedRequest(view), NO_PROMPT, "id"))
+    request = ParsedRequest(view, _prompt=text, _root=1)
+    return asyncio.create_task(server.waiting.choose(request, server.knowledge.prompt(request), "id"))
 
 
 async def turn() -> None:
@@ -277,6 +282,18 @@ async def test_a_burst_on_an_idle_engine_goes_short_first() -> None:
         assert script.came == ["short", "middle", "long"]
 
 
+async def test_who_has_much_in_a_cache_goes_before_shorter_ones() -> None:
+    known = b"y" * 4 * KNOWN
+    async with Engine() as engine, edge(engine, policy="ttft") as server:
+        first = await asking(server, KNOWN, known)
+        first.lease.release()
+        tasks = [asking(server, 3 * FEW_TOKENS), asking(server, KNOWN, known)]
+        await tasks[0]
+        await turn()
+        assert (tasks[1].done(), held(server)) == (True, 0), "the other would have kept it waiting"
+        await leave(*tasks)
+
+
 async def test_the_shortest_of_a_burst_gets_the_worker_that_is_free() -> None:
     async with Engine() as one, Engine() as other, edge(one, other, policy="ttft") as server:
         busy = await asking(server, LONG)
@@ -289,6 +306,30 @@ async def test_the_shortest_of_a_burst_gets_the_worker_that_is_free() -> None:
         await leave(*tasks)
         busy.lease.release()
         assert ended(server, "left") == 2
+
+
+async def test_the_longest_of_a_burst_goes_before_the_short_ones() -> None:
+    async with Engine() as one, Engine() as other, edge(one, other, policy="ttft") as server:
+        busy = await asking(server, LONG)
+        tasks = [asking(server, tokens) for tokens in (LONG // 2, VERY_LONG, VERY_LONG + 1)]
+        longest = await tasks[2]
+        assert longest.member is not busy.member
+        assert [task.done() for task in tasks] == [False, False, True]
+        await leave(*tasks)
+        busy.lease.release()
+
+
+@pytest.mark.parametrize("order", [lambda *_: 1 / 0, lambda *_: "first", lambda *_: ("first",)])
+async def test_a_policy_that_fails_to_order_is_counted_and_all_are_placed(
+    monkeypatch: pytest.MonkeyPatch, order: Callable[..., object]
+) -> None:
+    monkeypatch.setattr(Ttft, "order", order)
+    async with Engine() as one, Engine() as other, edge(one, other, policy="ttft") as server:
+        tasks = [asking(server, tokens) for tokens in (2000, 1000)]
+        await asyncio.gather(*tasks)
+        assert sorted(requests_at(server)) == [1, 1]
+        assert server.metrics.fallbacks.value("ttft", "order_error") == 2
+        await leave(*tasks)
 
 
 async def test_the_most_urgent_goes_before_shorter_ones() -> None:
