@@ -382,16 +382,20 @@ class Registry:
         return GatewayError(Failure.NO_WORKER, message, retry_after_s=1)
 
     def _without_ramping(self, found: Eligible, now_s: float) -> Eligible:
-        """Leave each ramping member out of this choice with probability 1 - weight (slow start)."""
+        """Leave each ramping member out of this choice with probability 1 - weight (slow start), but where no
+        other has its role: decode workers would do what the only prefill worker is there for.
+        """
         ramp_s = self._health.slow_start_s
         for member in [m for m in self._ramping if now_s - m.ready_since_s >= ramp_s]:
             self._ramping.discard(member)
-        if not self._ramping or self._ramping.issuperset(found.members):
+        if not self._ramping:
             return found
+        steady = {m.worker.role for m in found.members if m not in self._ramping}
         left_out = [
             m
             for m in found.members
             if m in self._ramping
+            and m.worker.role in steady
             and self._random.random() >= max(MIN_RAMP_WEIGHT, (now_s - m.ready_since_s) / ramp_s)
         ]
         return (found.without(left_out) or found) if left_out else found

@@ -122,9 +122,7 @@ class Rig:
         command = [sys.executable, "-m", "kvroute", "serve", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--policy", "round_robin", "--pd-connector", self.transfer.connector]
         command += ["--prefill", self.prefill.url, "--decode", self.decode.url]
-        # An engine that comes back has all its share at once, or a request might not be split.
-        slow_start = {"KVROUTE_HEALTH__SLOW_START_S": "0"}
-        env = {**gateway_environment(), **slow_start, **self.transfer.settings}
+        env = {**gateway_environment(), **self.transfer.settings}
         life = self._lives["gateway"] = ExitStack()
         self.gateway = life.enter_context(started(f"{self.name}-gateway", port, command, env, self.run))
         self.gateway.wait_for("/readyz", 30)

@@ -20,18 +20,26 @@ from .registry import Pool
 class Apart:
     """A registry with workers of given roles; `p1`, `b1` and `d1` are for prefill, both and decode."""
 
-    def __init__(self, *names: str, splits: bool = False, per_worker: int = 1024, whole: bool = True) -> None:
+    def __init__(
+        self,
+        *names: str,
+        splits: bool = False,
+        per_worker: int = 1024,
+        whole: bool = True,
+        slow_start_s: float = 0,
+    ) -> None:
+        self.now_s = 100.0
         self.registry = Registry(
             lambda endpoint: cast(UpstreamPool, Pool(endpoint)),
-            health=Health(slow_start_s=0),
+            health=Health(slow_start_s=slow_start_s),
             breaker=Breaker(failures=1, open_s=5),
             limits=Limits(requests_per_worker=per_worker),
-            clock=lambda: 100.0,
+            clock=lambda: self.now_s,
             splits=splits,
         )
-        self.members = {name: self._add(name, whole=whole) for name in names}
+        self.members = {name: self.add(name, whole=whole) for name in names}
 
-    def _add(self, name: str, *, whole: bool) -> Member:
+    def add(self, name: str, *, whole: bool = True) -> Member:
         role = {"p": Role.PREFILL, "b": Role.BOTH, "d": Role.DECODE}[name[0]]
         member = self.registry.add(WorkerConfig(url=f"http://{name}:80", role=role))
         if role is Role.DECODE:
@@ -40,7 +48,7 @@ class Apart:
         return member
 
     def eligible(self, task: Task = Task.SPLIT, tried: tuple[str, ...] = ()) -> Eligible:
-        return self.registry.eligible("m", 100.0, [self.members[name] for name in tried], task)
+        return self.registry.eligible("m", self.now_s, [self.members[name] for name in tried], task)
 
     def names(self, task: Task = Task.SPLIT, tried: tuple[str, ...] = ()) -> list[str]:
         return [member.endpoint.host for member in self.eligible(task, tried).members]
@@ -145,3 +153,12 @@ def test_a_gateway_is_ready_with_somebody_who_decodes_and_somebody_who_prefills(
     names: tuple[str, ...], whole: bool, usable: bool
 ) -> None:
     assert Apart(*names, whole=whole).registry.usable is usable
+
+
+def test_slow_start_does_not_leave_out_the_only_one_of_its_role() -> None:
+    fleet = Apart("d1", slow_start_s=10)
+    fleet.now_s += 20
+    fleet.add("p1")
+    assert {tuple(fleet.names()) for _ in range(200)} == {("p1", "d1")}
+    fleet.add("d2")
+    assert {tuple(fleet.names()) for _ in range(200)} == {("p1", "d1"), ("p1", "d1", "d2")}
